@@ -1,0 +1,34 @@
+"""Rooms with memory: the cache's tensors, the pools of blocks, the prefixes they hold, and the sequences over them."""
+
+from pagetile.cache.batch import Batch
+from pagetile.cache.figures import GroupUsage, MemoryFigures, TableStats
+from pagetile.cache.groups import CacheGeometry, LayerGroup, group_layers
+from pagetile.cache.kv import PagedKVCache
+from pagetile.cache.memory import available_bytes
+from pagetile.cache.pool import BlockPool, PoolStats
+from pagetile.cache.prefix import Hasher, Prefix, Salt, blake2b, chain
+from pagetile.cache.reservation import BlockCopy
+from pagetile.cache.sequence import Sequence
+from pagetile.cache.sequences import SequenceTable
+
+__all__ = [
+    "Batch",
+    "BlockCopy",
+    "BlockPool",
+    "CacheGeometry",
+    "GroupUsage",
+    "Hasher",
+    "LayerGroup",
+    "MemoryFigures",
+    "PagedKVCache",
+    "PoolStats",
+    "Prefix",
+    "Salt",
+    "Sequence",
+    "SequenceTable",
+    "TableStats",
+    "available_bytes",
+    "blake2b",
+    "chain",
+    "group_layers",
+]

@@ -1,0 +1,210 @@
+"""The tensors that hold keys and values: one K and one V a layer, cut into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pagetile.cache.groups import CacheGeometry, LayerGroup, per_group
+from pagetile.cache.memory import budget
+from pagetile.contracts.errors import ArgumentError, BlockTableError, DTypeError
+
+CACHE_DTYPES = frozenset(
+    {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8}
+)
+
+
+class PagedKVCache:
+    """Keys and values of all layers.
+
+    ``cache.key(layer)`` is ``[NB, BS, Hkv, D]`` and ``cache.value(layer)`` is ``[NB, BS, Hkv, Dv]`` whatever the
+    layout: NHD and HND are strides, not shapes. Every layer has a K and a V tensor of its own (they share no storage,
+    so a compiled graph that writes one does not copy another); layers of one group share block ids. The memory starts
+    zeroed, which on a CPU costs nothing until a block is first used.
+
+    >>> cache = PagedKVCache(num_layers=2, num_blocks=8, block_size=16, num_kv_heads=3, head_size=64)
+    >>> tuple(cache.key(1).shape), cache.bytes_per_token, cache.num_blocks
+    ((8, 16, 3, 64), 3072, {'full': 8})
+
+    Args:
+        num_layers: that many layers in one full-attention group named ``"full"``; or give ``groups``.
+        groups: see :class:`~pagetile.cache.groups.LayerGroup`; each may have its own head sizes.
+        num_blocks: blocks of every group, a mapping by group name, or ``"auto"``: what fits in ``memory``.
+        memory: with ``"auto"``: an int is bytes, a float in (0, 1] a share of the memory available on the device.
+        expected_len: with ``"auto"`` and several groups: see :meth:`CacheGeometry.plan`.
+        block_size: slots in a block, the same for all groups; any integer of at least 1.
+        num_kv_heads, head_size, head_size_v: of every layer whose group does not say otherwise; ``head_size_v``
+            defaults to ``head_size``.
+        dtype: of the stored elements, exactly this one (the global default dtype plays no part).
+        layout: ``"NHD"`` stores a block as ``[token, head, element]``, ``"HND"`` as ``[head, token, element]``.
+
+    Raises:
+        ArgumentError: sizes that are missing, below 1 or contradict each other, or a memory that holds no block.
+        UnsupportedError: groups with different block sizes.
+        DTypeError: a dtype no cache can have.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int | None = None,
+        groups: Sequence[LayerGroup] | None = None,
+        num_blocks: int | Mapping[str, int] | Literal["auto"],
+        block_size: int = 16,
+        num_kv_heads: int | None = None,
+        head_size: int | None = None,
+        head_size_v: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        layout: Literal["NHD", "HND"] = "NHD",
+        memory: int | float | None = None,
+        expected_len: int | None = None,
+    ) -> None:
+        if dtype not in CACHE_DTYPES:
+            raise DTypeError(f"dtype is {dtype}; a cache holds one of {sorted(str(d) for d in CACHE_DTYPES)}")
+        if layout not in ("NHD", "HND"):
+            raise ArgumentError(f"layout is {layout!r}; it must be 'NHD' or 'HND' (it is never guessed from shapes)")
+        self.geometry = CacheGeometry.of(
+            _groups(num_layers, groups),
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            head_size_v=head_size_v,
+            itemsize=dtype.itemsize,
+        )
+        self.groups = self.geometry.groups
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.layout = layout
+        if num_blocks == "auto":
+            self.num_blocks = self.geometry.plan(budget(memory, self.device), expected_len)
+        elif memory is not None or isinstance(num_blocks, str):
+            raise ArgumentError(
+                f"num_blocks is {num_blocks!r} and memory is {memory!r}; memory goes with num_blocks='auto'"
+            )
+        else:
+            self.num_blocks = per_group("num_blocks", num_blocks, self.groups)
+        self._group_of = {layer: g for g in self.groups for layer in g.layers}
+        self._keys = {layer: self._allocate(g, g.head_size) for layer, g in self._group_of.items()}
+        self._values = {layer: self._allocate(g, g.head_size_v) for layer, g in self._group_of.items()}
+
+    def key(self, layer: int) -> Tensor:
+        """K of a layer, ``[NB, BS, Hkv, D]``."""
+        return self._keys[self._known(layer)]
+
+    def value(self, layer: int) -> Tensor:
+        """V of a layer, ``[NB, BS, Hkv, Dv]``."""
+        return self._values[self._known(layer)]
+
+    def group_of(self, layer: int) -> LayerGroup:
+        """The group a layer belongs to, its sizes filled in."""
+        return self._group_of[self._known(layer)]
+
+    def group(self, name: str) -> LayerGroup:
+        """A group by its name."""
+        for g in self.groups:
+            if g.name == name:
+                return g
+        raise ArgumentError(f"no group {name!r}; the groups are {[g.name for g in self.groups]}")
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one token takes in all layers of all groups, K and V."""
+        return self.geometry.bytes_per_token
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in every group, K and V."""
+        return self.geometry.bytes_per_block
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole cache."""
+        return sum(self.num_blocks[g.name] * self.geometry.group_bytes_per_block(g.name) for g in self.groups)
+
+    def blocks_that_fit(self, num_bytes: int) -> int:
+        """The largest n such that n blocks in every group take at most ``num_bytes``."""
+        return self.geometry.blocks_that_fit(num_bytes)
+
+    def copy_blocks(self, group: str, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, K and V of every layer of a group, as if pair after pair in the order given.
+
+        Args:
+            group: name of the group.
+            pairs: ``(source, destination)`` block ids, host integers. Chains (``(0, 1), (1, 2)``) and swaps through a
+                spare block behave as the order says.
+
+        Raises:
+            BlockTableError: an id outside the group's blocks, or a destination named twice. Nothing has moved then.
+        """
+        g = self.group(group)
+        moves = resolve_copies(pairs, self.num_blocks[g.name], g.name)
+        if not moves:
+            return
+        targets = torch.tensor(list(moves), dtype=torch.int64, device=self.device)
+        sources = torch.tensor(list(moves.values()), dtype=torch.int64, device=self.device)
+        for layer in g.layers:
+            for tensor in (self._keys[layer], self._values[layer]):
+                raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+                # All sources are read before the first destination is written: moves name original contents.
+                raw.index_copy_(0, targets, raw.index_select(0, sources))
+
+    def _allocate(self, g: LayerGroup, size: int | None) -> Tensor:
+        blocks, heads = self.num_blocks[g.name], g.num_kv_heads
+        if self.layout == "NHD":
+            shape = (blocks, self.block_size, heads, size)
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)  # type: ignore[arg-type]
+        shape = (blocks, heads, self.block_size, size)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device).transpose(1, 2)  # type: ignore[arg-type]
+
+    def _known(self, layer: int) -> int:
+        if layer not in self._group_of:
+            raise ArgumentError(f"layer {layer} is in no group; the layers are {sorted(self._group_of)}")
+        return layer
+
+    def __repr__(self) -> str:
+        blocks = ", ".join(f"{name} {count}" for name, count in self.num_blocks.items())
+        return (
+            f"PagedKVCache({len(self._group_of)} layers, blocks of {self.block_size}: {blocks}, {self.dtype}, "
+            f"{self.layout}, {self.device}, {self.num_bytes} bytes)"
+        )
+
+
+def resolve_copies(pairs: Sequence[tuple[int, int]], num_blocks: int, group: str) -> dict[int, int]:
+    """Destination -> the block whose original content ends there, after copying pair after pair.
+
+    >>> resolve_copies([(0, 1), (1, 2), (3, 0)], 4, "full")
+    {1: 0, 2: 0, 0: 3}
+
+    Raises:
+        BlockTableError: an id outside ``[0, num_blocks)``, or a destination named twice.
+    """
+    checked = [(int(src), int(dst)) for src, dst in pairs]
+    seen: set[int] = set()
+    for at, (src, dst) in enumerate(checked):
+        for what, block in (("source", src), ("destination", dst)):
+            if not 0 <= block < num_blocks:
+                raise BlockTableError(
+                    f"pair {at} has {what} block {block}, but group {group!r} has blocks 0 to {num_blocks - 1}"
+                )
+        if dst in seen:
+            raise BlockTableError(f"pair {at} writes block {dst} of group {group!r} a second time")
+        seen.add(dst)
+    origin: dict[int, int] = {}
+    for src, dst in checked:
+        origin[dst] = origin.get(src, src)
+    return {dst: src for dst, src in origin.items() if dst != src}
+
+
+def _groups(num_layers: int | None, groups: Sequence[LayerGroup] | None) -> Sequence[LayerGroup]:
+    if (num_layers is None) == (groups is None):
+        raise ArgumentError("give either num_layers or groups")
+    if groups is not None:
+        return groups
+    if num_layers is None or num_layers < 1:
+        raise ArgumentError(f"num_layers is {num_layers}; a cache has at least 1 layer")
+    return (LayerGroup("full", tuple(range(num_layers))),)
