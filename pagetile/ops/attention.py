@@ -1,0 +1,385 @@
+"""``flash_attn_varlen_func``: ragged queries over paged or ragged keys and values.
+
+Source: the function of that name in FlashAttention and in vLLM's fork of it, whose arguments these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagetile.backends.protocol import AttendCall, Scale
+from pagetile.contracts.errors import ArgumentError, UnsupportedError
+from pagetile.contracts.problem import AttendProblem
+from pagetile.contracts.shapes import require_tensor
+from pagetile.contracts.visibility import normalize_window
+from pagetile.ops.bind_attention import VARLEN, AttendArgs, Names, bind_attend
+from pagetile.ops.checks import (
+    QUANTISED,
+    bump_version,
+    check_no_grad,
+    check_validate,
+    host_float,
+    host_int,
+    is_plain,
+    unit_scale,
+)
+from pagetile.ops.dispatch import select
+from pagetile.ops.plans import PLANS, Plan, tensor_key
+from pagetile.ops.scales import split_scale
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_v: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    scheduler_metadata: Any = None,
+    q_descale: Tensor | None = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    num_splits: int = 0,
+    s_aux: Tensor | None = None,
+    *,
+    backend: str = "auto",
+    validate: bool | str = False,
+    batch_invariant: bool = False,
+    kv_cache_dtype: str = "auto",
+    workspace: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed queries over each sequence's own keys.
+
+    Args:
+        q: ``[T, Hq, D]`` float32, float16 or bfloat16, any strides with a contiguous last axis; the rows of sequence b
+            are ``cu_seqlens_q[b]`` up to ``cu_seqlens_q[b + 1]``. Rows past ``cu_seqlens_q[-1]`` are neither read nor
+            written.
+        k, v: with ``block_table`` the caches ``[NB, BS, Hkv, D]`` and ``[NB, BS, Hkv, Dv]``; without, ragged
+            ``[total_k, Hkv, D]`` and ``[total_k, Hkv, Dv]``. dtype of ``q``, or quantised; strides each its own.
+        max_seqlen_q, max_seqlen_k: host ints, upper bounds of the lengths.
+        cu_seqlens_q: int32 ``[B + 1]``. Other dtypes raise: converting would be a hidden kernel in every call.
+        cu_seqlens_k: int32 ``[B + 1]``, ragged keys only.
+        seqused_k: int32 ``[B]``, number of keys of each sequence, paged keys only (required there).
+        softmax_scale: default ``D ** -0.5``.
+        causal: query i of a sequence sees keys ``j <= i + seq_len - q_len`` (aligned to the bottom right).
+        window_size: ``(left, right)``, both ends inclusive, -1 unbounded, None for ``(-1, -1)``. A model's
+            ``sliding_window`` goes through :func:`pagetile.window_from_sliding`.
+        softcap: ``cap * tanh(s / cap)``; 0 is off.
+        alibi_slopes: float32 ``[Hq]`` or ``[B, Hq]``.
+        deterministic: accepted; the result is always deterministic.
+        block_table: int32 or int64 ``[B, width]``, last axis contiguous. Entries past ``ceil(seqused_k / BS)`` may be
+            anything.
+        return_softmax_lse: return the log-sum-exp too.
+        out: ``[T, Hq, Dv]``, dtype of ``q``, any strides (a last axis that is not contiguous costs a copy).
+        scheduler_metadata: accepted and not used; there is no plan step.
+        k_descale, v_descale: of a quantised cache, value = q * scale: None, a float, float32 0-d, ``[1]``, ``[Hkv]``,
+            ``[B, Hkv]`` or ``[NB, BS, Hkv]``.
+        num_splits: splits of the keys; 0 leaves the choice to the backend.
+        s_aux: ``[Hq]``, any floating dtype: sinks, a logit that joins the denominator only.
+        q_v, dropout_p, return_attn_probs, q_descale: not implemented; anything but the default raises.
+        backend: ``auto``, or the name of one backend.
+        validate: values are always checked on the CPU; ``True`` and ``"deferred"`` are for GPUs.
+        batch_invariant: a row's bits do not depend on what else is in the batch.
+        kv_cache_dtype: what a quantised cache holds, see :func:`pagetile.reshape_and_cache_flash`.
+        workspace: scratch memory of the caller, or None.
+
+    Returns:
+        ``out`` ``[T, Hq, Dv]``, or ``(out, lse)`` with lse float32 ``[Hq, T]``, natural logarithm. A row that sees no
+        key is 0, its lse -inf (the sink, where there is one).
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: tensors that do not agree; the message names both.
+        BlockTableError: a block id outside the cache, in a range that is used (CPU).
+        UnsupportedError: an argument that is not implemented, or an input that requires grad.
+        BackendError: the backend cannot take the problem; ``.reasons`` says why.
+    """
+    del deterministic, scheduler_metadata  # every result is deterministic, and there is no plan step to describe
+    refuse_training(q_v=q_v, dropout_p=dropout_p, return_attn_probs=return_attn_probs, q_descale=q_descale)
+    check_keys(k, cu_seqlens_k, seqused_k, block_table)
+    args = AttendArgs(
+        out=out,
+        lse=None,
+        q=require_tensor("q", q),
+        k=k,
+        v=v,
+        query_start_loc=cu_seqlens_q,
+        seq_lens=seqused_k,
+        key_start_loc=cu_seqlens_k,
+        block_table=block_table,
+        max_q_len=max_seqlen_q if type(max_seqlen_q) is int else host_int("max_seqlen_q", max_seqlen_q),
+        max_k_len=max_seqlen_k if type(max_seqlen_k) is int else host_int("max_seqlen_k", max_seqlen_k),
+        scale=default_scale(q, softmax_scale),
+        window=normalize_window(window_size, causal),
+        softcap=check_softcap(softcap) if softcap else 0.0,
+        alibi_slopes=alibi_slopes,
+        sinks=None if s_aux is None else float_sinks(s_aux),
+        k_scale=k_descale,
+        v_scale=v_descale,
+        kv_cache_dtype=kv_cache_dtype,
+        num_splits=num_splits if type(num_splits) is int else host_int("num_splits", num_splits),
+        batch_invariant=batch_invariant,
+        workspace=workspace,
+        backend=backend,
+        validate=validate,
+        with_lse=return_softmax_lse,
+    )
+    out, lse = attend(args)
+    return (out, lse) if lse is not None else out
+
+
+def attend(args: AttendArgs, names: Names = VARLEN) -> tuple[Tensor, Tensor | None]:
+    """Run an attention, allocating what is missing: directly where that is all there is to it, else as an op."""
+    if is_plain(args.q, args.k, args.v, args.query_start_loc, args.seq_lens, args.block_table):
+        return run_attend(args, names)
+    if torch.is_grad_enabled():
+        check_no_grad(_inputs(args, names))
+    check_validate(args.validate, args.q.device)
+    inputs = op_arguments(args)
+    q, out, lse = args.q, args.out, args.lse
+    if out is not None or args.workspace is not None:
+        if out is None:
+            out = q.new_empty((q.shape[0], q.shape[1], args.v.shape[-1]))
+        if args.with_lse and lse is None:
+            lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        torch.ops.pagetile.attend_out(out, lse, args.workspace, *inputs)
+        return out, lse
+    if args.with_lse:
+        return torch.ops.pagetile.attend_lse(*inputs)
+    return torch.ops.pagetile.attend(*inputs), None
+
+
+def run_attend(args: AttendArgs, names: Names = VARLEN) -> tuple[Tensor, Tensor | None]:
+    """Validate, dispatch and run an attention on plain tensors."""
+    return execute(plan_attend(args, names), args)
+
+
+def plan_attend(args: AttendArgs, names: Names = VARLEN) -> Plan:
+    """The validated problem and its backend; kept by everything that does not depend on data."""
+    if torch.is_grad_enabled():
+        check_no_grad(_inputs(args, names))
+    q, k, v, loc, lens, table = args.q, args.k, args.v, args.query_start_loc, args.seq_lens, args.block_table
+    if args.validate is not False:
+        check_validate(args.validate, q.device)
+    for name, tensor in ((names.k, k), (names.v, v), (names.query_start_loc, loc)):
+        if not isinstance(tensor, Tensor):
+            require_tensor(name, tensor)
+    aligned = not (k.data_ptr() | v.data_ptr()) & 15
+    plan_key = (
+        names.q,
+        (q.shape, q.stride(), q.dtype, q.device),
+        (k.shape, k.stride(), k.dtype, k.device),
+        (v.shape, v.stride(), v.dtype, v.device),
+        (loc.shape, loc.stride(), loc.dtype, loc.device),
+        None if lens is None else (lens.shape, lens.stride(), lens.dtype, lens.device),
+        None if table is None else (table.shape, table.stride(), table.dtype, table.device),
+        *_optional_keys(args),
+        (args.max_q_len, args.max_k_len, args.window, args.softcap > 0, args.kv_cache_dtype, args.num_splits),
+        (args.batch_invariant, args.with_lse, aligned, args.backend),
+    )
+    plan = PLANS.get(plan_key)
+    if plan is None:
+        problem = bind_attend(args, aligned, names)
+        plan = PLANS.put(plan_key, Plan(problem, select(problem, args.backend)))
+    return plan
+
+
+def execute(plan: Plan, args: AttendArgs) -> tuple[Tensor, Tensor | None]:
+    """Run a planned attention; allocates the outputs that are missing."""
+    problem = plan.problem
+    assert isinstance(problem, AttendProblem)
+    q, k_scale, v_scale = args.q, args.k_scale, args.v_scale
+    if problem.kind not in QUANTISED:
+        if k_scale is not None:
+            unit_scale("k_descale", k_scale, problem.kind)
+        if v_scale is not None:
+            unit_scale("v_descale", v_scale, problem.kind)
+        k_scale = v_scale = None
+    out, lse = args.out, args.lse
+    if out is None:
+        out = torch.empty(
+            (problem.num_tokens, problem.num_q_heads, problem.head_size_v), dtype=q.dtype, device=q.device
+        )
+    if lse is None and args.with_lse:
+        lse = torch.empty((problem.num_q_heads, problem.num_tokens), dtype=torch.float32, device=q.device)
+    target = out
+    if out.stride(2) != 1 and out.shape[2] > 1:
+        # A backend writes rows. The copy starts as what is there, for the rows that must stay as they are.
+        target = out.clone(memory_format=torch.contiguous_format)
+    plan.backend.attend(
+        AttendCall(
+            problem,
+            q,
+            args.k,
+            args.v,
+            target,
+            lse,
+            args.query_start_loc,
+            args.seq_lens,
+            args.key_start_loc,
+            args.block_table,
+            args.scale,
+            args.window,
+            args.softcap,
+            args.key_starts,
+            args.alibi_slopes,
+            args.sinks,
+            k_scale,
+            v_scale,
+            args.workspace,
+        )
+    )
+    if target is not out:
+        out.copy_(target)
+    if torch.is_grad_enabled():
+        if args.out is not None:
+            bump_version(out)
+        if args.lse is not None:
+            bump_version(args.lse)
+    return out, lse
+
+
+def op_arguments(args: AttendArgs) -> tuple[Any, ...]:
+    """What the operators take after ``out`` and ``lse``, in the order of their schema."""
+    k_tensor, k_float = split_scale(args.k_scale)
+    v_tensor, v_float = split_scale(args.v_scale)
+    return (
+        args.q,
+        args.k,
+        args.v,
+        args.query_start_loc,
+        args.seq_lens,
+        args.key_start_loc,
+        args.block_table,
+        args.max_q_len,
+        args.max_k_len,
+        args.scale,
+        *args.window,
+        args.softcap,
+        args.key_starts,
+        args.alibi_slopes,
+        args.sinks,
+        k_tensor,
+        v_tensor,
+        k_float,
+        v_float,
+        args.kv_cache_dtype,
+        args.num_splits,
+        args.batch_invariant,
+        args.backend,
+        str(args.validate),
+    )
+
+
+def refuse_training(*, q_v: Any, dropout_p: float, return_attn_probs: bool, q_descale: Any) -> None:
+    """Refuse, by name, the arguments that FlashAttention has and that are not implemented here."""
+    if q_v is not None:
+        raise UnsupportedError("q_v is given, but absorbed MLA queries are not implemented; pass q_v=None")
+    if dropout_p != 0.0:
+        raise UnsupportedError(f"dropout_p is {dropout_p}, but this is inference and nothing is dropped; pass 0.0")
+    if return_attn_probs:
+        raise UnsupportedError("return_attn_probs is True, but probabilities are never stored; pass False")
+    if q_descale is not None:
+        raise UnsupportedError(
+            "q_descale is given, but it belongs to an fp8 q, which is not implemented (q is float32, float16 or "
+            "bfloat16); pass q_descale=None"
+        )
+
+
+def default_scale(q: Tensor, softmax_scale: float | None) -> float:
+    """``softmax_scale``, or ``D ** -0.5`` of the true head size."""
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    return softmax_scale if type(softmax_scale) is float else host_float("softmax_scale", softmax_scale)
+
+
+def check_softcap(softcap: float) -> float:
+    """A finite softcap, 0 or more."""
+    value = host_float("softcap", softcap)
+    if value < 0:
+        raise ArgumentError(f"softcap is {value}; it must be above 0, or 0 for none")
+    return value
+
+
+def float_sinks(sinks: Tensor) -> Tensor:
+    """Sinks as float32, from any floating dtype (H values: exact, and without a synchronisation)."""
+    require_tensor("s_aux", sinks)
+    if not sinks.dtype.is_floating_point:
+        raise ArgumentError(f"s_aux is {sinks.dtype}; sinks are logits, pass a floating dtype")
+    return sinks.to(torch.float32).contiguous()
+
+
+def check_keys(k: Any, cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> None:
+    """Paged keys have lengths, ragged keys have offsets, and never both."""
+    require_tensor("k", k)
+    if block_table is not None:
+        if seqused_k is None:
+            raise ArgumentError(
+                "block_table is given without seqused_k; pass seqused_k, int32 [B], the number of keys of each sequence"
+            )
+        if cu_seqlens_k is not None:
+            raise ArgumentError(
+                "block_table and cu_seqlens_k are both given; paged keys have seqused_k, ragged keys cu_seqlens_k"
+            )
+        if k.dim() == 5:
+            raise UnsupportedError(
+                f"k has 5 axes {list(k.shape)}, the x-packed layout [NB, Hkv, D/x, BS, x], which is not implemented; "
+                "pass a cache [NB, BS, Hkv, D]"
+            )
+        return
+    if seqused_k is not None:
+        raise ArgumentError("seqused_k is given without block_table; ragged keys have cu_seqlens_k, paged ones a table")
+    if cu_seqlens_k is None:
+        raise ArgumentError(
+            "neither cu_seqlens_k nor block_table is given; pass cu_seqlens_k, int32 [B + 1], with ragged k and v, "
+            "or block_table and seqused_k with a paged cache"
+        )
+
+
+def _inputs(args: AttendArgs, names: Names) -> tuple[tuple[str, Any], ...]:
+    return (
+        (names.q, args.q),
+        (names.k, args.k),
+        (names.v, args.v),
+        ("k_descale", args.k_scale),
+        ("v_descale", args.v_scale),
+        *args.optional(),
+    )
+
+
+def _optional_keys(args: AttendArgs) -> tuple[Any, ...]:
+    rare = (
+        args.out,
+        args.lse,
+        args.key_start_loc,
+        args.key_starts,
+        args.alibi_slopes,
+        args.sinks,
+        args.k_scale,
+        args.v_scale,
+        args.workspace,
+    )
+    return tuple([None if tensor is None else tensor_key(tensor) for tensor in rare])
+
+
+def with_outputs(args: AttendArgs, out: Tensor, lse: Tensor | None, workspace: Tensor | None) -> AttendArgs:
+    """``args`` writing to ``out``, ``lse`` and ``workspace``."""
+    return replace(args, out=out, lse=lse, workspace=workspace, with_lse=lse is not None)

@@ -1,0 +1,254 @@
+"""Hold the tensors of an attention to each other, and say what is asked. Reads no values.
+
+The messages speak of the arguments of the public function that was called; :data:`VARLEN` has the names of
+``flash_attn_varlen_func``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagetile.backends.protocol import Scale
+from pagetile.contracts.dtypes import dtype_name
+from pagetile.contracts.errors import ArgumentError, ShapeError
+from pagetile.contracts.problem import AttendProblem
+from pagetile.contracts.shapes import (
+    Sizes,
+    require_contiguous_last,
+    require_device,
+    require_dtype,
+    require_no_overlap,
+    require_same_dtype,
+    require_tensor,
+)
+from pagetile.ops.checks import INDEX_DTYPES, finest, scale_granularity
+from pagetile.ops.write import aligned_strides, bind_kind
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the caller calls the tensors."""
+
+    q: str = "q"
+    k: str = "k"
+    v: str = "v"
+    query_start_loc: str = "cu_seqlens_q"
+    seq_lens: str = "seqused_k"
+    key_start_loc: str = "cu_seqlens_k"
+    key_starts: str = "key_starts"
+
+
+VARLEN = Names()
+
+
+@dataclass(slots=True, eq=False)
+class AttendArgs:
+    """Everything an attention op takes, in the order of its schema.
+
+    Tensors as in :class:`pagetile.backends.protocol.AttendCall`; ``out`` and ``lse`` are None while they are not
+    allocated yet.
+    """
+
+    out: Tensor | None
+    lse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor | None
+    key_start_loc: Tensor | None
+    block_table: Tensor | None
+    max_q_len: int
+    max_k_len: int
+    scale: float
+    window: tuple[int, int]
+    softcap: float = 0.0
+    key_starts: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    k_scale: Scale = None
+    v_scale: Scale = None
+    kv_cache_dtype: str = "auto"
+    num_splits: int = 0
+    batch_invariant: bool = False
+    workspace: Tensor | None = None
+    backend: str = "auto"
+    validate: bool | str = False
+    with_lse: bool = False
+
+    def optional(self) -> tuple[tuple[str, Tensor | None], ...]:
+        """The tensors that may be absent and whose names never change."""
+        return (
+            ("block_table", self.block_table),
+            ("alibi_slopes", self.alibi_slopes),
+            ("s_aux", self.sinks),
+            ("workspace", self.workspace),
+            ("out", self.out),
+            ("lse", self.lse),
+        )
+
+
+def bind_attend(args: AttendArgs, aligned: bool, names: Names = VARLEN) -> AttendProblem:
+    """The problem that the tensors of an attention pose, after holding them to each other.
+
+    ``aligned``: whether the base addresses of k and v are multiples of 16 bytes.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: see :func:`pagetile.flash_attn_varlen_func`.
+    """
+    q, k, v = args.q, args.k, args.v
+    _bind_devices(args, names)
+    sizes = Sizes()
+    sizes.bind(names.q, q, "T Hq D")
+    kind = bind_kind(names.q, q, names.v, q, names.k, k, names.v, v, args.kv_cache_dtype)
+    if args.block_table is not None:
+        _bind_paged(args, names, sizes)
+    else:
+        _bind_ragged(args, names, sizes)
+    num_heads, num_kv_heads = sizes["Hq"], sizes["Hkv"]
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ShapeError(
+            f"{names.q}: axis 1 (Hq) is {num_heads}, but {names.k} has Hkv = {num_kv_heads}, which must divide it; "
+            "each KV head serves the same number of query heads"
+        )
+    sizes.bind(names.query_start_loc, args.query_start_loc, "B+1")
+    _bind_offsets(names.query_start_loc, args.query_start_loc)
+    if args.query_start_loc.shape[0] != sizes["B"] + 1:
+        raise ShapeError(
+            f"{names.query_start_loc}: axis 0 (B + 1) is {args.query_start_loc.shape[0]}, but "
+            f"{names.seq_lens if args.block_table is not None else names.key_start_loc} has B = {sizes['B']}; "
+            "pass the start of every sequence and the end of the last"
+        )
+    for name, tensor in ((names.q, q), (names.k, k), (names.v, v)):
+        require_contiguous_last(name, tensor)
+    _bind_extras(args, names, sizes)
+    covers = [
+        scale_granularity(
+            name,
+            scale,
+            kind=kind,
+            num_kv_heads=num_kv_heads,
+            device_of=names.q,
+            device=q.device,
+            num_seqs=sizes["B"],
+            cache_shape=(sizes["NB"], sizes["BS"]) if args.block_table is not None else None,
+        )
+        for name, scale in (("k_descale", args.k_scale), ("v_descale", args.v_scale))
+    ]
+    _bind_outputs(args, names, sizes)
+    return AttendProblem(
+        device=q.device.type,
+        dtype=dtype_name(q.dtype),
+        kind=kind,
+        layout="paged" if args.block_table is not None else "ragged",
+        num_seqs=sizes["B"],
+        num_tokens=sizes["T"],
+        max_q_len=args.max_q_len,
+        max_k_len=args.max_k_len,
+        num_q_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=sizes["D"],
+        head_size_v=sizes["Dv"],
+        block_size=sizes["BS"] if args.block_table is not None else 0,
+        window=args.window,
+        softcap=args.softcap > 0,
+        alibi=args.alibi_slopes is not None,
+        sinks=args.sinks is not None,
+        lse=args.with_lse,
+        key_starts=args.key_starts is not None,
+        num_splits=args.num_splits,
+        batch_invariant=args.batch_invariant,
+        scale=finest(*covers),
+        aligned=aligned and aligned_strides(k) and aligned_strides(v),
+    )
+
+
+def _bind_devices(args: AttendArgs, names: Names) -> None:
+    required = (
+        (names.q, args.q),
+        (names.k, args.k),
+        (names.v, args.v),
+        (names.query_start_loc, args.query_start_loc),
+    )
+    optional = (
+        (names.seq_lens, args.seq_lens),
+        (names.key_start_loc, args.key_start_loc),
+        (names.key_starts, args.key_starts),
+        *args.optional(),
+    )
+    for name, tensor in required:
+        require_tensor(name, tensor)
+    for name, tensor in (*required, *optional):
+        if tensor is not None:
+            require_device(name, require_tensor(name, tensor), names.q, args.q.device)
+
+
+def _bind_paged(args: AttendArgs, names: Names, sizes: Sizes) -> None:
+    table, lens = args.block_table, args.seq_lens
+    assert table is not None
+    assert lens is not None
+    sizes.bind(names.k, args.k, "NB BS Hkv D")
+    sizes.bind(names.v, args.v, "NB BS Hkv Dv")
+    if sizes["BS"] < 1:
+        raise ShapeError(f"{names.k}: axis 1 (BS) is 0, but a block holds at least one slot")
+    sizes.bind(names.seq_lens, lens, "B")
+    _bind_offsets(names.seq_lens, lens)
+    sizes.bind("block_table", table, "B width")
+    require_dtype("block_table", table, INDEX_DTYPES)
+    require_contiguous_last("block_table", table)
+
+
+def _bind_ragged(args: AttendArgs, names: Names, sizes: Sizes) -> None:
+    starts = args.key_start_loc
+    assert starts is not None
+    sizes.bind(names.k, args.k, "keys Hkv D")
+    sizes.bind(names.v, args.v, "keys Hkv Dv")
+    sizes.bind(names.key_start_loc, starts, "B+1")
+    _bind_offsets(names.key_start_loc, starts)
+    if starts.shape[0] < 1:
+        raise ShapeError(f"{names.key_start_loc}: axis 0 (B + 1) is 0, but it holds at least the 0 it starts with")
+    sizes.fix("B", starts.shape[0] - 1, names.key_start_loc)
+
+
+def _bind_offsets(name: str, tensor: Tensor) -> None:
+    """int32 and contiguous: converting either would be a hidden kernel on every step."""
+    require_dtype(name, tensor, (torch.int32,))
+    require_contiguous_last(name, tensor)
+
+
+def _bind_extras(args: AttendArgs, names: Names, sizes: Sizes) -> None:
+    if args.key_starts is not None:
+        sizes.bind(names.key_starts, args.key_starts, "B")
+        _bind_offsets(names.key_starts, args.key_starts)
+    if args.sinks is not None:
+        sizes.bind("s_aux", args.sinks, "Hq")
+        require_dtype("s_aux", args.sinks, (torch.float32,))
+    slopes = args.alibi_slopes
+    if slopes is not None:
+        sizes.bind("alibi_slopes", slopes, "B Hq" if slopes.dim() == 2 else "Hq")
+        require_dtype("alibi_slopes", slopes, (torch.float32,))
+
+
+def _bind_outputs(args: AttendArgs, names: Names, sizes: Sizes) -> None:
+    if args.out is not None:
+        sizes.bind("out", args.out, "T Hq Dv")
+        require_same_dtype("out", args.out, names.q, args.q.dtype)
+        require_no_overlap("out", args.out)
+    if args.lse is not None:
+        sizes.bind("lse", args.lse, "Hq T")
+        require_dtype("lse", args.lse, (torch.float32,))
+        require_no_overlap("lse", args.lse)
+
+
+def window_for(window: tuple[int, int]) -> tuple[int, int]:
+    """Hold a normalised window that comes through a schema to its values.
+
+    Raises:
+        ArgumentError: a negative value other than -1.
+    """
+    if min(window) < -1:
+        raise ArgumentError(f"window is {window}; use -1 for unbounded, or a distance of 0 or more")
+    return window

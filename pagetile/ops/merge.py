@@ -1,0 +1,144 @@
+"""``merge_attn_states``: add two results over disjoint sets of keys.
+
+Source: the op of that name in vLLM; Milakov and Gimelshein 2018, online normalizer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagetile.backends.protocol import MergeCall
+from pagetile.contracts.dtypes import dtype_name
+from pagetile.contracts.problem import MergeProblem
+from pagetile.contracts.shapes import (
+    Sizes,
+    require_device,
+    require_dtype,
+    require_no_overlap,
+    require_same_dtype,
+    require_tensor,
+)
+from pagetile.ops.checks import QUERY_DTYPES, bump_version, check_no_grad, check_validate, is_plain
+from pagetile.ops.dispatch import select
+from pagetile.ops.plans import PLANS, Plan, tensor_key
+
+
+def merge_attn_states(
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output_lse: Tensor | None = None,
+    *,
+    backend: str = "auto",
+    validate: bool | str = False,
+) -> None:
+    """Add two states, in place of ``output`` and ``output_lse``.
+
+    Args:
+        output: ``[T, H, D]``, any strides; may be one of the two inputs.
+        prefix_output, suffix_output: ``[T, H, D]`` float32, float16 or bfloat16, all three of one dtype.
+        prefix_lse, suffix_lse: float32 ``[H, T]``, any strides, natural logarithm. -inf (and +inf) is an empty state.
+        output_lse: float32 ``[H, T]``, any strides, or None.
+        backend: ``auto``, or the name of one backend.
+        validate: there are no values to check; its own value is.
+
+    The empty state is the identity, bit for bit; two empty states make the empty state (0, -inf).
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: tensors that do not agree; the message names both.
+        UnsupportedError: a tensor requires grad.
+        BackendError: the backend cannot take the problem; ``.reasons`` says why.
+    """
+    tensors = (output, prefix_output, prefix_lse, suffix_output, suffix_lse)
+    if is_plain(*tensors, output_lse):
+        run_merge(*tensors, output_lse, backend, validate)
+        return
+    for name, tensor in _named(*tensors, output_lse):
+        require_tensor(name, tensor)
+    if torch.is_grad_enabled():
+        check_no_grad(_named(*tensors, output_lse))
+    check_validate(validate, output.device)
+    torch.ops.pagetile.merge_out(*tensors, output_lse, backend)
+
+
+def run_merge(
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output_lse: Tensor | None,
+    backend: str,
+    validate: bool | str = False,
+) -> None:
+    """Validate, dispatch and run a merge on plain tensors."""
+    tensors = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+    if torch.is_grad_enabled():
+        check_no_grad(_named(*tensors))
+    if validate is not False:
+        check_validate(validate, output.device)
+    plan_key = ("merge", *[tensor_key(tensor) for tensor in tensors], backend)
+    plan = PLANS.get(plan_key)
+    if plan is None:
+        problem = bind_merge(*tensors)
+        plan = PLANS.put(plan_key, Plan(problem, select(problem, backend)))
+    plan.backend.merge(
+        MergeCall(plan.problem, output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
+    )
+    if torch.is_grad_enabled():
+        bump_version(output)
+        if output_lse is not None:
+            bump_version(output_lse)
+
+
+def bind_merge(
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output_lse: Tensor | None,
+) -> MergeProblem:
+    """Hold the tensors of a merge to each other, and say what is asked. Reads no values."""
+    sizes = Sizes()
+    for name, tensor in _named(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse):
+        require_tensor(name, tensor)
+        require_device(name, tensor, "output", output.device)
+        if name.endswith("lse"):
+            sizes.bind(name, tensor, "H T")
+            require_dtype(name, tensor, (torch.float32,))
+        else:
+            sizes.bind(name, tensor, "T H D")
+            require_dtype(name, tensor, QUERY_DTYPES)
+            require_same_dtype(name, tensor, "output", output.dtype)
+    require_no_overlap("output", output)
+    if output_lse is not None:
+        require_no_overlap("output_lse", output_lse)
+    return MergeProblem(
+        device=output.device.type,
+        dtype=dtype_name(output.dtype),
+        num_tokens=sizes["T"],
+        num_heads=sizes["H"],
+        head_size=sizes["D"],
+    )
+
+
+def _named(
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output_lse: Tensor | None,
+) -> list[tuple[str, Tensor]]:
+    pairs = [
+        ("output", output),
+        ("prefix_output", prefix_output),
+        ("prefix_lse", prefix_lse),
+        ("suffix_output", suffix_output),
+        ("suffix_lse", suffix_lse),
+    ]
+    return pairs if output_lse is None else [*pairs, ("output_lse", output_lse)]

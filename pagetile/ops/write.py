@@ -1,0 +1,265 @@
+"""``reshape_and_cache_flash``: store new keys and values at their slots.
+
+Source: the op of that name in vLLM (``csrc/cache_kernels.cu``), whose arguments these are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagetile.backends.protocol import Scale, WriteCall
+from pagetile.contracts.dtypes import dtype_name, storage_kind
+from pagetile.contracts.errors import DTypeError, ShapeError
+from pagetile.contracts.problem import WriteProblem
+from pagetile.contracts.shapes import (
+    Sizes,
+    require_contiguous_last,
+    require_device,
+    require_dtype,
+    require_no_overlap,
+    require_same_dtype,
+    require_tensor,
+)
+from pagetile.ops.checks import (
+    INDEX_DTYPES,
+    QUANTISED,
+    QUERY_DTYPES,
+    bump_version,
+    check_no_grad,
+    check_validate,
+    finest,
+    is_plain,
+    scale_granularity,
+    unit_scale,
+)
+from pagetile.ops.dispatch import select
+from pagetile.ops.plans import PLANS, Plan, tensor_key
+from pagetile.ops.scales import split_scale
+
+
+def reshape_and_cache_flash(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    *,
+    backend: str = "auto",
+    validate: bool | str = False,
+) -> None:
+    """Store the keys and values of new tokens in the caches, in place.
+
+    Args:
+        key: ``[T, Hkv, D]`` float32, float16 or bfloat16; any strides with a contiguous last axis (a slice of a packed
+            QKV row is fine).
+        value: ``[T, Hkv, Dv]``, dtype of ``key``, strides of its own.
+        key_cache: ``[NB, BS, Hkv, D]``, any strides with a contiguous last axis (NHD and HND are strides), dtype of
+            ``key``, or quantised.
+        value_cache: ``[NB, BS, Hkv, Dv]``, dtype of ``key_cache``, strides of its own.
+        slot_mapping: int32 or int64 ``[T']`` with ``T' <= T``: row t goes to slot ``block * BS + offset``. Any negative
+            slot skips its row, rows past T' are not read. With equal slots it is undefined which row stays.
+        kv_cache_dtype: what the cache holds: ``auto`` (by its dtype), ``fp8`` (= ``fp8_e4m3``), ``fp8_e4m3``,
+            ``fp8_e5m2``, ``int8``. A ``uint8`` cache needs one of the fp8 names.
+        k_scale, v_scale: of a quantised cache, stored = x / scale: None (1), a float, float32 0-d, ``[1]`` or
+            ``[Hkv]``. A cache that is not quantised has none; a scale other than 1 there raises (on the CPU, and for floats).
+        backend: ``auto``, or the name of one backend.
+        validate: slots are always checked on the CPU; ``True`` and ``"deferred"`` are for GPUs.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: tensors that do not agree; the message names both.
+        SlotError: a slot past the end of the cache (CPU). Nothing has been written.
+        UnsupportedError: a tensor requires grad.
+        BackendError: the backend cannot take the problem; ``.reasons`` says why.
+    """
+    if is_plain(key, value, key_cache, value_cache, slot_mapping):
+        run_write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, backend, validate)
+        return
+    tensors = named(key, value, key_cache, value_cache, slot_mapping)
+    for name, tensor in tensors:
+        require_tensor(name, tensor)
+    if torch.is_grad_enabled():
+        check_no_grad(tensors)
+    check_validate(validate, key.device)
+    k_tensor, k_float = split_scale(k_scale)
+    v_tensor, v_float = split_scale(v_scale)
+    torch.ops.pagetile.write(
+        *(tensor for _, tensor in tensors), kv_cache_dtype, k_tensor, v_tensor, k_float, v_float, backend, str(validate)
+    )
+
+
+def run_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    backend: str,
+    validate: bool | str,
+) -> None:
+    """Validate, dispatch and run a write on plain tensors."""
+    if torch.is_grad_enabled():
+        check_no_grad(named(key, value, key_cache, value_cache, slot_mapping))
+    plan = plan_write(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, backend, validate
+    )
+    problem = plan.problem
+    if problem.kind not in QUANTISED:
+        if k_scale is not None:
+            unit_scale("k_scale", k_scale, problem.kind)
+        if v_scale is not None:
+            unit_scale("v_scale", v_scale, problem.kind)
+        k_scale = v_scale = None
+    plan.backend.write(WriteCall(problem, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale))
+    if torch.is_grad_enabled():
+        bump_version(key_cache)
+        bump_version(value_cache)
+
+
+def plan_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    backend: str,
+    validate: bool | str,
+) -> Plan:
+    """The validated problem and its backend; kept by everything that does not depend on data."""
+    if validate is not False:
+        check_validate(validate, key.device)
+    aligned = not (key.data_ptr() | value.data_ptr() | key_cache.data_ptr() | value_cache.data_ptr()) & 15
+    plan_key = (
+        "write",
+        (key.shape, key.stride(), key.dtype, key.device),
+        (value.shape, value.stride(), value.dtype, value.device),
+        (key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device),
+        (value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device),
+        (slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device),
+        kv_cache_dtype,
+        None if k_scale is None else tensor_key(k_scale),
+        None if v_scale is None else tensor_key(v_scale),
+        aligned,
+        backend,
+    )
+    plan = PLANS.get(plan_key)
+    if plan is None:
+        problem = bind_write(
+            key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, aligned
+        )
+        plan = PLANS.put(plan_key, Plan(problem, select(problem, backend)))
+    return plan
+
+
+def bind_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    aligned: bool,
+) -> WriteProblem:
+    """Hold the tensors of a write to each other, and say what is asked. Reads no values.
+
+    ``aligned``: whether the four base addresses are multiples of 16 bytes.
+    """
+    tensors = named(key, value, key_cache, value_cache, slot_mapping)
+    for name, tensor in tensors:
+        require_tensor(name, tensor)
+        require_device(name, tensor, "key", key.device)
+    sizes = Sizes()
+    sizes.bind("key", key, "T Hkv D")
+    sizes.bind("value", value, "T Hkv Dv")
+    sizes.bind("key_cache", key_cache, "NB BS Hkv D")
+    sizes.bind("value_cache", value_cache, "NB BS Hkv Dv")
+    sizes.bind("slot_mapping", slot_mapping, "slots")
+    if sizes["slots"] > sizes["T"]:
+        raise ShapeError(
+            f"slot_mapping: axis 0 is {sizes['slots']}, but key has only T = {sizes['T']} rows; "
+            "pass at most one slot for each row of key"
+        )
+    if sizes["BS"] < 1:
+        raise ShapeError("key_cache: axis 1 (BS) is 0, but a block holds at least one slot")
+    require_dtype("slot_mapping", slot_mapping, INDEX_DTYPES)
+    for name, tensor in tensors[:4]:
+        require_contiguous_last(name, tensor)
+    require_no_overlap("key_cache", key_cache)
+    require_no_overlap("value_cache", value_cache)
+    kind = bind_kind("key", key, "value", value, "key_cache", key_cache, "value_cache", value_cache, kv_cache_dtype)
+    covers = [
+        scale_granularity(name, scale, kind=kind, num_kv_heads=sizes["Hkv"], device_of="key", device=key.device)
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+    ]
+    four = (key, value, key_cache, value_cache)
+    return WriteProblem(
+        device=key.device.type,
+        dtype=dtype_name(key.dtype),
+        kind=kind,
+        layout="paged",
+        num_tokens=sizes["slots"],
+        num_kv_heads=sizes["Hkv"],
+        head_size=sizes["D"],
+        head_size_v=sizes["Dv"],
+        block_size=sizes["BS"],
+        aligned=aligned and all(aligned_strides(tensor) for tensor in four),
+        heads_contiguous=all(t.shape[-2] == 1 or t.stride(-2) == t.shape[-1] for t in four),
+        scale=finest(*covers),
+    )
+
+
+def bind_kind(
+    key_name: str,
+    key: Tensor,
+    value_name: str,
+    value: Tensor,
+    key_cache_name: str,
+    key_cache: Tensor,
+    value_cache_name: str,
+    value_cache: Tensor,
+    kv_cache_dtype: str,
+) -> str:
+    """What the caches hold, after the four dtypes have been held to each other."""
+    require_dtype(key_name, key, QUERY_DTYPES)
+    require_same_dtype(value_name, value, key_name, key.dtype)
+    require_same_dtype(value_cache_name, value_cache, key_cache_name, key_cache.dtype)
+    kind = storage_kind(dtype_name(key_cache.dtype), kv_cache_dtype)
+    if kind not in QUANTISED and key_cache.dtype != key.dtype:
+        raise DTypeError(
+            f"{key_name} is {dtype_name(key.dtype)}, but {key_cache_name} is {dtype_name(key_cache.dtype)}; "
+            f"a cache holds the dtype of {key_name}, or is quantised (float8_e4m3fn, float8_e5m2, int8, or uint8 with "
+            f"kv_cache_dtype). Convert {key_name}, or allocate the cache as {dtype_name(key.dtype)}"
+        )
+    return kind
+
+
+def aligned_strides(tensor: Tensor) -> bool:
+    """Whether every stride but the last is a multiple of 16 bytes (an axis of size 1 is never stepped along)."""
+    size = tensor.element_size()
+    return all(
+        n <= 1 or stride * size % 16 == 0 for n, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+
+
+def named(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[tuple[str, Tensor], ...]:
+    """The tensors of a write with their names."""
+    return (
+        ("key", key),
+        ("value", value),
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+        ("slot_mapping", slot_mapping),
+    )
