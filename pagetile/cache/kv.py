@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -152,6 +152,16 @@ class PagedKVCache:
                 raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
                 # All sources are read before the first destination is written: moves name original contents.
                 raw.index_copy_(0, targets, raw.index_select(0, sources))
+
+    def run_copies(self, copies: Iterable[tuple[str, int, int]]) -> None:
+        """Run what :meth:`SequenceTable.reserve` returned, ``(group, src, dst)`` each, before the next write."""
+        by_group: dict[str, list[tuple[int, int]]] = {}
+        for group, src, dst in copies:
+            by_group.setdefault(group, []).append((src, dst))
+        for group, pairs in by_group.items():  # every index is checked before the first block moves
+            resolve_copies(pairs, self.num_blocks[self.group(group).name], group)
+        for group, pairs in by_group.items():
+            self.copy_blocks(group, pairs)
 
     def _allocate(self, g: LayerGroup, size: int | None) -> Tensor:
         blocks, heads = self.num_blocks[g.name], g.num_kv_heads

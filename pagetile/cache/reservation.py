@@ -62,8 +62,8 @@ class Reservation:
         if not pool.can_allocate(needed):
             raise OutOfBlocksError(
                 f"group {name!r}: {needed} blocks asked for {len(self.work)} sequences ({len(rewrites)} of them to "
-                f"copy shared blocks), {pool.num_available} available of {pool.num_blocks}; free or preempt a sequence, or "
-                "reserve for fewer"
+                f"copy shared blocks), {pool.num_available} available of {pool.num_blocks}; free or "
+                "preempt a sequence, or reserve for fewer"
             )
         self.rewrites[name], self.forgets[name] = rewrites, forgets
 

@@ -3,7 +3,7 @@
 The life of a step, for the sequences and token counts that a scheduler picked::
 
     copies = table.reserve(work)              # blocks for the new positions, all or nothing
-    cache.copy_blocks(...)                    # the copies, in order, before anything is written
+    cache.run_copies(copies)                  # in order, before anything is written
     batch = table.batch(work)                 # token ids, positions, metadata of every group
     ...                                       # the model writes at batch slots and attends
     for seq, n in work: table.commit(seq, n)  # now they count, and full blocks may be hit by others
@@ -28,6 +28,7 @@ from pagetile.cache.batch import Batch, pack
 from pagetile.cache.check import check_table
 from pagetile.cache.figures import GroupUsage, MemoryFigures, TableStats
 from pagetile.cache.groups import CacheGeometry, LayerGroup, check_groups, per_group
+from pagetile.cache.hits import longest_hit, register_stored
 from pagetile.cache.kv import PagedKVCache
 from pagetile.cache.pool import BlockPool
 from pagetile.cache.prefix import Hasher, Prefix, Salt, blake2b, token_array
@@ -142,7 +143,7 @@ class SequenceTable:
             raise ArgumentError(f"sequence {seq.id} holds blocks already; hits are taken before any, or after preempt")
         if not self.prefix_cache or not len(seq):
             return 0
-        prefixes, found = self._longest_hit(seq)
+        prefixes, found = longest_hit(seq, self.groups, self.pools, self.block_size, self.hasher)
         count = len(prefixes)
         seq.prefixes = prefixes
         seq.num_stored = seq.num_reserved = count * self.block_size
@@ -184,8 +185,8 @@ class SequenceTable:
     def preempt(self, seq: Sequence) -> None:
         """Give all blocks back and start again from position 0; the tokens stay, :meth:`take_hits` may find them."""
         self._known(seq)
+        self.stats.preemptions += seq.num_computed > seq.num_hit  # computed work is lost
         self._drop_blocks(seq)
-        self.stats.preemptions += 1
 
     # A step ---------------------------------------------------------------------------------------------------------
 
@@ -202,8 +203,7 @@ class SequenceTable:
             OutOfBlocksError: a group has too few blocks for all of ``work``. Nothing has changed then.
             ArgumentError: a sequence that was freed or is named twice, or a negative count.
         """
-        plan = Reservation(self, self._work(work, n, "reserve"))
-        copies = plan.carry_out()
+        copies = Reservation(self, self._pairs(work, n)).carry_out()
         self.stats.copies += len(copies)
         self._note_peak()
         return copies
@@ -235,7 +235,7 @@ class SequenceTable:
         seq.num_stored = max(seq.num_stored, seq.num_computed)
         self._release_holds(seq)
         if self.prefix_cache:
-            self._register(seq)
+            register_stored(seq, self.pools, self.block_size, self.hasher)
         for g in self.groups:
             if g.window is not None:
                 self._release_behind(seq, g)
@@ -287,10 +287,8 @@ class SequenceTable:
             group: name of the group; may be left out when there is only one.
             device, pad_tokens, pad_seqs, table_width: see :func:`~pagetile.contracts.metadata.build_metadata`.
         """
-        work = self._reserved_work(work)
-        return pack(work, [self._group(group)], self.block_size, device, pad_tokens, pad_seqs, table_width).metadata[
-            self._group(group)
-        ]
+        name, work = self._group(group), self._reserved_work(work)
+        return pack(work, [name], self.block_size, device, pad_tokens, pad_seqs, table_width).metadata[name]
 
     def batch(
         self,
@@ -300,8 +298,11 @@ class SequenceTable:
         pad_seqs: int | None = None,
         table_width: int | None = None,
     ) -> Batch:
-        """Token ids and positions of the packed rows, and the metadata of every group."""
+        """Token ids and positions of the packed rows, and the metadata of every group. See :meth:`metadata`."""
         work = self._reserved_work(work)
+        for seq, n in work:
+            if n > seq.num_uncomputed:
+                raise ArgumentError(f"a batch of {n} tokens, but sequence {seq.id} has {seq.num_uncomputed} to compute")
         return pack(work, list(self.pools), self.block_size, device, pad_tokens, pad_seqs, table_width)
 
     # Figures --------------------------------------------------------------------------------------------------------
@@ -349,41 +350,6 @@ class SequenceTable:
 
     # Inside ---------------------------------------------------------------------------------------------------------
 
-    def _longest_hit(self, seq: Sequence) -> tuple[list[Prefix], dict[str, list[int]]]:
-        """The longest prefix that every group can serve, and each group's blocks for it (0 where it has none)."""
-        size = self.block_size
-        found: dict[str, list[int]] = {g.name: [] for g in self.groups}
-        run = dict.fromkeys(found, 0)  # blocks known without a gap, up to here
-        prefixes: list[Prefix] = []
-        prefix = Prefix.root(seq.salt, size, self.hasher)
-        best = 0
-        for count in range(1, len(seq) // size + 1):
-            prefix = prefix.extend(seq.token_ids[(count - 1) * size : count * size], self.hasher)
-            for name, pool in self.pools.items():
-                block = pool.lookup(prefix)
-                found[name].append(0 if block is None else block)
-                run[name] = 0 if block is None else run[name] + 1
-                if block is not None:
-                    prefix = pool.prefix(block) or prefix  # the cache's own object, so that chains share parents
-            prefixes.append(prefix)
-            if any(g.window is None and run[g.name] < count for g in self.groups):
-                break
-            query = min(count * size, len(seq) - 1)
-            if all(run[g.name] >= count - g.blocks_behind(query, size) for g in self.groups):
-                best = count
-        return prefixes[:best], found
-
-    def _register(self, seq: Sequence) -> None:
-        """Make the full blocks that are now stored known to the prefix cache."""
-        size = self.block_size
-        for index in range(len(seq.prefixes), seq.num_stored // size):
-            parent = seq.prefixes[-1] if index else Prefix.root(seq.salt, size, self.hasher)
-            prefix = parent.extend(seq.token_ids[index * size : (index + 1) * size], self.hasher)
-            for name, pool in self.pools.items():
-                if index >= seq.released[name]:
-                    prefix = pool.register(seq.blocks[name][index], prefix)
-            seq.prefixes.append(prefix)
-
     def _release_behind(self, seq: Sequence, g: LayerGroup) -> None:
         row, first = seq.blocks[g.name], seq.released[g.name]
         behind = g.blocks_behind(seq.num_computed, self.block_size)
@@ -426,24 +392,20 @@ class SequenceTable:
         if self._sequences.get(seq.id) is not seq:
             raise ArgumentError(f"sequence {seq.id} is not in this table; it was freed, or belongs to another")
 
-    def _work(self, work: Sequence | Iterable[tuple[Sequence, int]], n: int | None, what: str) -> Work:
-        if isinstance(work, Sequence):
-            if n is None:
-                raise ArgumentError(f"{what}(seq, n) takes the number of new tokens")
-            work = [(work, n)]
-        elif n is not None:
-            raise ArgumentError(f"{what} takes either (seq, n) or a list of such pairs")
-        pairs = [(seq, operator.index(count)) for seq, count in work]
+    def _pairs(self, work: Sequence | Iterable[tuple[Sequence, int]], n: int | None) -> Work:
+        if isinstance(work, Sequence) == (n is None):
+            raise ArgumentError("give either a sequence and its number of new tokens, or a list of such pairs")
+        pairs = [(work, n)] if isinstance(work, Sequence) else list(work)
         for seq, count in pairs:
             self._known(seq)
-            if count < 0:
-                raise ArgumentError(f"{what} of {count} tokens for sequence {seq.id}; the number is not negative")
+            if operator.index(count) < 0:
+                raise ArgumentError(f"{count} new tokens for sequence {seq.id}; the number is not negative")
         if len({seq.id for seq, _ in pairs}) != len(pairs):
-            raise ArgumentError(f"{what} names a sequence twice; give each once with all its new tokens")
-        return pairs
+            raise ArgumentError("a sequence is named twice; give each once, with all its new tokens")
+        return pairs  # type: ignore[return-value]
 
     def _reserved_work(self, work: Iterable[tuple[Sequence, int]]) -> Work:
-        pairs = self._work(work, None, "a batch")
+        pairs = self._pairs(work, None)
         for seq, n in pairs:
             self._check_reserved(seq, n, "a batch")
         return pairs
