@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from pagetile.cache.groups import CacheGeometry
 from pagetile.cache.pool import BlockPool
+from pagetile.cache.sequence import Sequence
+from pagetile.contracts.errors import ArgumentError
 
 
 @dataclass(slots=True)
@@ -73,6 +77,47 @@ class MemoryFigures:
     def saved_against_final(self) -> float:
         """1 - paged / contiguous at the final lengths; partly filled blocks can make it negative."""
         return _saved(self.paged_bytes, self.contiguous_final_bytes)
+
+
+class PeakMeter:
+    """Remembers the step at which live blocks took the most bytes, and whose they were."""
+
+    def __init__(self, pools: Mapping[str, BlockPool], geometry: CacheGeometry | None) -> None:
+        self._pools = pools
+        self._geometry = geometry
+        self._bytes = 0
+        self._sequences: tuple[Sequence, ...] = ()
+
+    def live_bytes(self) -> int:
+        """Bytes of live blocks now; 0 without a geometry."""
+        if self._geometry is None:
+            return 0
+        return sum(pool.num_live * self._geometry.group_bytes_per_block(name) for name, pool in self._pools.items())
+
+    def note(self, sequences: Iterable[Sequence]) -> None:
+        """Called after blocks were taken. The sequences themselves are kept, so that their final lengths are known."""
+        held = self.live_bytes()
+        if held > self._bytes:
+            self._bytes = held
+            self._sequences = tuple(s for s in sequences if any(s.blocks.values()))
+
+    def figures(self, max_len: int) -> MemoryFigures:
+        """The figures of that step, against contiguous buffers of ``max_len`` tokens a sequence.
+
+        Raises:
+            ArgumentError: without a geometry no bytes are known.
+        """
+        if self._geometry is None:
+            raise ArgumentError(
+                "this table has no geometry, so it knows no bytes; make it with SequenceTable.for_cache"
+            )
+        token = self._geometry.bytes_per_token
+        return MemoryFigures(
+            paged_bytes=self._bytes,
+            contiguous_max_bytes=len(self._sequences) * max_len * token,
+            contiguous_final_bytes=sum(len(seq) for seq in self._sequences) * token,
+            num_sequences=len(self._sequences),
+        )
 
 
 def _saved(paged: int, contiguous: int) -> float:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as List
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from pagetile.cache.pool import BlockPool
+from pagetile.cache.sequence import Sequence
 from pagetile.contracts.errors import OutOfBlocksError
 from pagetile.contracts.geometry import blocks_for
-
-if TYPE_CHECKING:
-    from pagetile.cache.sequence import Sequence
-    from pagetile.cache.sequences import SequenceTable
 
 
 class BlockCopy(NamedTuple):
@@ -32,16 +31,24 @@ class Reservation:
         OutOfBlocksError: on construction, when a group has too few blocks. Nothing has changed then.
     """
 
-    def __init__(self, table: SequenceTable, work: List[tuple[Sequence, int]]) -> None:
-        self.table = table
+    def __init__(
+        self,
+        pools: Mapping[str, BlockPool],
+        holds: Mapping[str, Counter[int]],
+        block_size: int,
+        work: List[tuple[Sequence, int]],
+    ) -> None:
+        self.pools = pools
+        self.holds = holds
+        self.block_size = block_size
         self.work = work
         self.rewrites: dict[str, list[tuple[Sequence, int]]] = {}
         self.forgets: dict[str, list[int]] = {}
-        for name in table.pools:
+        for name in pools:
             self._plan(name)
 
     def _plan(self, name: str) -> None:
-        pool, holds, size = self.table.pools[name], self.table.holds[name], self.table.block_size
+        pool, holds, size = self.pools[name], self.holds[name], self.block_size
         rewrites: list[tuple[Sequence, int]] = []
         forgets: list[int] = []
         left: Counter[int] = Counter()  # references that this plan gives up
@@ -69,13 +76,13 @@ class Reservation:
 
     def carry_out(self) -> list[BlockCopy]:
         """Take the blocks; returns the copies to run."""
-        copies = [copy for name in self.table.pools for copy in self._carry_out(name)]
+        copies = [copy for name in self.pools for copy in self._carry_out(name)]
         for seq, n in self.work:
             seq.num_reserved = max(seq.num_reserved, seq.num_computed + n)
         return copies
 
     def _carry_out(self, name: str) -> list[BlockCopy]:
-        pool, holds, size = self.table.pools[name], self.table.holds[name], self.table.block_size
+        pool, holds, size = self.pools[name], self.holds[name], self.block_size
         copies = []
         for seq, index in self.rewrites[name]:
             old = seq.blocks[name][index]

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from pagetile.cache.batch import Batch, pack
-from pagetile.cache.check import check_table
-from pagetile.cache.figures import GroupUsage, MemoryFigures, TableStats
+from pagetile.cache.check import check_references, check_sequences
+from pagetile.cache.figures import GroupUsage, MemoryFigures, PeakMeter, TableStats
 from pagetile.cache.groups import CacheGeometry, LayerGroup, check_groups, per_group
 from pagetile.cache.hits import longest_hit, register_stored
 from pagetile.cache.kv import PagedKVCache
@@ -93,8 +93,7 @@ class SequenceTable:
         self.stats = TableStats()
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
-        self._peak_bytes = 0
-        self._peak_sequences: tuple[Sequence, ...] = ()
+        self._peak = PeakMeter(self.pools, geometry)
 
     @classmethod
     def for_cache(cls, cache: PagedKVCache, *, prefix_cache: bool = True, hasher: Hasher = blake2b) -> SequenceTable:
@@ -203,9 +202,9 @@ class SequenceTable:
             OutOfBlocksError: a group has too few blocks for all of ``work``. Nothing has changed then.
             ArgumentError: a sequence that was freed or is named twice, or a negative count.
         """
-        copies = Reservation(self, self._pairs(work, n)).carry_out()
+        copies = Reservation(self.pools, self.holds, self.block_size, self._pairs(work, n)).carry_out()
         self.stats.copies += len(copies)
-        self._note_peak()
+        self._peak.note(self._sequences.values())
         return copies
 
     def append(self, seq: Sequence, token_id: int) -> None:
@@ -320,23 +319,11 @@ class SequenceTable:
         Raises:
             ArgumentError: the table does not know what a block costs (no ``geometry``).
         """
-        if self.geometry is None:
-            raise ArgumentError(
-                "this table has no geometry, so it knows no bytes; make it with SequenceTable.for_cache"
-            )
-        token = self.geometry.bytes_per_token
-        return MemoryFigures(
-            paged_bytes=self._peak_bytes,
-            contiguous_max_bytes=len(self._peak_sequences) * max_len * token,
-            contiguous_final_bytes=sum(len(seq) for seq in self._peak_sequences) * token,
-            num_sequences=len(self._peak_sequences),
-        )
+        return self._peak.figures(max_len)
 
     def live_bytes(self) -> int:
         """Bytes of the blocks that sequences hold now, over all groups; 0 without a geometry."""
-        if self.geometry is None:
-            return 0
-        return sum(pool.num_live * self.geometry.group_bytes_per_block(name) for name, pool in self.pools.items())
+        return self._peak.live_bytes()
 
     # Proof ----------------------------------------------------------------------------------------------------------
 
@@ -346,7 +333,9 @@ class SequenceTable:
         Raises:
             AssertionError: names the first one that does not hold.
         """
-        check_table(self)
+        check_sequences(self.sequences, self.groups, self.block_size, self.prefix_cache)
+        for name, pool in self.pools.items():
+            check_references(name, pool, self.holds[name], self.sequences)
 
     # Inside ---------------------------------------------------------------------------------------------------------
 
@@ -375,12 +364,6 @@ class SequenceTable:
         seq.num_computed = seq.num_stored = seq.num_reserved = seq.num_hit = 0
         seq.prefixes = []
 
-    def _note_peak(self) -> None:
-        held = self.live_bytes()
-        if held > self._peak_bytes:
-            self._peak_bytes = held
-            self._peak_sequences = tuple(s for s in self._sequences.values() if any(s.blocks.values()))
-
     def _group(self, name: str | None) -> str:
         if name is None and len(self.groups) == 1:
             return self.groups[0].name
@@ -398,7 +381,7 @@ class SequenceTable:
         pairs = [(work, n)] if isinstance(work, Sequence) else list(work)
         for seq, count in pairs:
             self._known(seq)
-            if operator.index(count) < 0:
+            if operator.index(count) < 0:  # type: ignore[arg-type]
                 raise ArgumentError(f"{count} new tokens for sequence {seq.id}; the number is not negative")
         if len({seq.id for seq, _ in pairs}) != len(pairs):
             raise ArgumentError("a sequence is named twice; give each once, with all its new tokens")
