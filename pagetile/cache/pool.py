@@ -183,14 +183,15 @@ class BlockPool:
         if prefix is None:
             self._free.append(block)
             return
-        twin = self._find(prefix, other_than=block)
-        if twin is None:
+        twins = self._holders(prefix)
+        if twins == [block]:
             self._cached[block] = None
             return
         self.forget(block)
         self._free.append(block)
-        if twin in self._cached:
-            self._cached.move_to_end(twin)  # its content was in use until now
+        for twin in twins:
+            if twin in self._cached:
+                self._cached.move_to_end(twin)  # its content was in use until now
 
     # Prefix cache ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ class BlockPool:
                     f"block {block} holds {own}, it cannot become {prefix}; forget() it before rewriting"
                 )
             return own
-        twin = self._find(prefix)
+        twin = self.lookup(prefix)
         if twin is not None:
             prefix = self._prefix[twin] or prefix
         self._prefix[block] = prefix
@@ -241,7 +242,7 @@ class BlockPool:
 
     def lookup(self, prefix: Prefix) -> int | None:
         """A block that holds the last block of ``prefix``, or None. Compares tokens and salt, not only the digest."""
-        return self._find(prefix)
+        return next(iter(self._holders(prefix)), None)
 
     def take_hits(self, blocks: Sequence[int], queries: int) -> None:
         """:meth:`share` blocks that lookups found, and count them: ``len(blocks)`` hits of ``queries``."""
@@ -254,7 +255,7 @@ class BlockPool:
         ids = token_array(tokens)
         found: list[int] = []
         for prefix in chain(ids, self.block_size, salt, self.hasher):
-            block = self._find(prefix)
+            block = self.lookup(prefix)
             if block is None:
                 break
             found.append(block)
@@ -305,15 +306,13 @@ class BlockPool:
         _hold(all(self._by_digest.values()), "no empty bucket stays in the lookup")
         for block in cached:
             prefix = self._prefix[block]
-            twins = [b for b in self._by_digest[prefix.digest] if b in cached and self._prefix[b].same(prefix)]  # type: ignore[union-attr]
+            twins = [] if prefix is None else [b for b in self._holders(prefix) if b in cached]
             _hold(twins == [block], f"cached blocks {twins} do not hold the same prefix")
 
-    def _find(self, prefix: Prefix, other_than: int = -1) -> int | None:
-        for block in self._by_digest.get(prefix.digest, ()):
-            held = self._prefix[block]
-            if block != other_than and held is not None and held.same(prefix):
-                return block
-        return None
+    def _holders(self, prefix: Prefix) -> list[int]:
+        """The blocks registered under a prefix: one as a rule, more after requests computed the same at once."""
+        candidates = self._by_digest.get(prefix.digest, ())
+        return [b for b in candidates if (held := self._prefix[b]) is not None and held.same(prefix)]
 
     def _known(self, block: int) -> int:
         if not 0 <= block < self.num_blocks:
