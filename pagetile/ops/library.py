@@ -27,6 +27,7 @@ from torch.library import Library, register_fake
 from pagetile.ops import attention, merge, write
 from pagetile.ops.append import append_slots
 from pagetile.ops.bind_attention import AttendArgs, bind_attend, window_for
+from pagetile.ops.inplace import keep_in_place
 from pagetile.ops.scales import join_scale
 
 _ATTEND = (
@@ -257,6 +258,7 @@ def _register() -> None:
         LIBRARY.impl(name, kernel, "CPU")
         LIBRARY.impl(name, kernel, "CUDA")
         register_fake(f"pagetile::{name}", fake, lib=LIBRARY)
+    keep_in_place(("write", "attend_out", "merge_out"))
 
 
 _register()

@@ -65,7 +65,8 @@ def reshape_and_cache_flash(
         kv_cache_dtype: what the cache holds: ``auto`` (by its dtype), ``fp8`` (= ``fp8_e4m3``), ``fp8_e4m3``,
             ``fp8_e5m2``, ``int8``. A ``uint8`` cache needs one of the fp8 names.
         k_scale, v_scale: of a quantised cache, stored = x / scale: None (1), a float, float32 0-d, ``[1]`` or
-            ``[Hkv]``. A cache that is not quantised has none; a scale other than 1 there raises (on the CPU, and for floats).
+            ``[Hkv]``. A cache that is not quantised has none; there a scale other than 1 raises (on the CPU, and for
+            floats).
         backend: ``auto``, or the name of one backend.
         validate: slots are always checked on the CPU; ``True`` and ``"deferred"`` are for GPUs.
 
