@@ -31,12 +31,12 @@ NAME = "pagetile"
 class Attending(Protocol):
     """What stands behind the registered functions for the time of one forward."""
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict) -> Tensor:
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict, /) -> Tensor:
         """``query`` ``[1, Hq, T, D]``, ``key`` ``[1, Hkv, T, D]``, ``value`` ``[1, Hkv, T, Dv]`` of the packed batch,
         rotated; returns ``[1, T, Hq, Dv]``."""
         ...
 
-    def mask(self, mask_function: Callable | None, options: dict) -> Any:
+    def mask(self, mask_function: Callable | None, options: dict, /) -> Any:
         """What the layers get as their ``attention_mask``."""
         ...
 
@@ -74,7 +74,7 @@ def paged_attention_forward(
     return _require_context().attend(module, query, key, value, attention_mask, options), None
 
 
-def paged_attention_mask(*args: Any, mask_function: Callable | None = None, **options: Any) -> Any:
+def paged_attention_mask(*, mask_function: Callable | None = None, **options: Any) -> Any:
     """The mask function of Transformers' ``AttentionMaskInterface``: the paged kernels need no mask tensor.
 
     Raises:

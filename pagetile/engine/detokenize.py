@@ -27,16 +27,23 @@ class Tokenizer(Protocol):
 class TextStream:
     """The text of one answer.
 
+    Args:
+        live: False decodes nothing before :meth:`finish`, which then decodes all at once: cheaper, when nobody reads
+            along and there are no stop strings.
+
     Attributes:
         text: everything decoded so far, cut before a stop string.
         released: characters of ``text`` handed out by :meth:`release`.
         stopped_by: the stop string that was met.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True, live: bool = True
+    ) -> None:
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
         self.skip_special_tokens = skip_special_tokens
+        self.live = live or bool(stop)
         self.text = ""
         self.released = 0
         self.stopped_by: str | None = None
@@ -54,6 +61,8 @@ class TextStream:
         Inference and vLLM.
         """
         self._ids.append(token_id)
+        if not self.live:
+            return None
         before = self._decode(self._ids[self._context : self._settled])
         now = self._decode(self._ids[self._context :])
         waiting = len(self._ids) - self._settled

@@ -50,6 +50,7 @@ class LayerSpec:
         sliding_window: tokens a query sees, itself included; None is all.
         softcap: 0 is off.
         sinks: whether the layer has attention sinks.
+        dtype: of queries, keys and values.
     """
 
     index: int
@@ -61,6 +62,7 @@ class LayerSpec:
     sliding_window: int | None
     softcap: float
     sinks: bool
+    dtype: torch.dtype
 
     @property
     def window(self) -> tuple[int, int]:
@@ -109,7 +111,7 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     _refuse_mixing(model, logits[:, -1], _forward(model, _Probe(names, probe.model_name), keeps_rows, first=7)[:, -1])
     layers = tuple(probe.layers[index] for index in sorted(probe.layers))
     max_length = getattr(config, "max_position_embeddings", None)
-    _refuse_rope(model, config)
+    _refuse_rope(model)
     return ModelSpec(layers, logits.shape[-1], max_length, keeps_rows)
 
 
@@ -121,7 +123,7 @@ def _forward_parameters(model: PreTrainedModel) -> Any:
 
 @torch.inference_mode()
 def _forward(model: PreTrainedModel, probe: _Probe, keeps_rows: bool, first: int = 1) -> Tensor:
-    device = model.get_input_embeddings().weight.device
+    device = next(model.parameters()).device
     positions = torch.arange(PROBE_TOKENS, device=device)[None]
     ids = positions + 1
     ids[0, 0] = first
@@ -159,6 +161,10 @@ class _Probe:
             self._refuse(name, module, f"has {query.shape[2]} queries for {key.shape[2]} keys, so it attends elsewhere")
         if query.shape[1] % key.shape[1]:
             self._refuse(name, module, f"has {query.shape[1]} query heads for {key.shape[1]} key heads")
+        dtypes = {query.dtype, key.dtype, value.dtype} | {layer.dtype for layer in self.layers.values()}
+        if len(dtypes) > 1:
+            named = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            self._refuse(name, module, f"mixes dtypes ({named}) in its queries, keys and values, or with other layers")
         ignored = [k for k, v in options.items() if k not in HARMLESS_OPTIONS and v is not None and v is not False]
         if ignored:
             self._refuse(name, module, f"passes {', '.join(ignored)} to its attention, which would be ignored")
@@ -172,6 +178,7 @@ class _Probe:
             sliding_window=options.get("sliding_window"),
             softcap=float(options.get("softcap") or 0.0),
             sinks=options.get("s_aux") is not None,
+            dtype=key.dtype,
         )
         self._check_mask(spec, module, mask)
         self.layers[spec.index] = spec
@@ -187,11 +194,9 @@ class _Probe:
         if wrong is not None:
             query, key, visible = wrong
             kind = "full causal" if spec.sliding_window is None else f"sliding window {spec.sliding_window}"
-            self._refuse(
-                spec.name,
-                module,
-                f"has a mask that is not {kind} attention: position {query} {'sees' if visible else 'does not see'} {key}",
-            )
+            seen = "sees" if visible else "does not see"
+            why = f"has a mask that is not {kind} attention: position {query} {seen} position {key}"
+            self._refuse(spec.name, module, why)
 
     def _refuse(self, name: str, module: Any, why: str) -> None:
         raise UnsupportedModelError(
@@ -273,13 +278,13 @@ def _refuse_mixing(model: PreTrainedModel, last: Tensor, last_with_other_first: 
         )
 
 
-def _refuse_rope(model: PreTrainedModel, config: Any) -> None:
+def _refuse_rope(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         kinds = kind.values() if isinstance(kind, dict) else [kind]
         for one in kinds:
             if one in BATCH_DEPENDENT_ROPE:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} cannot be run in packed batches: the rotary embedding {name} is {one!r}, whose "
-                    "frequencies follow the longest request of the batch"
+                    f"{type(model).__name__} cannot be run in packed batches: the rotary embedding {name} is {one!r}, "
+                    "whose frequencies follow the longest request of the batch"
                 )

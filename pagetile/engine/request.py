@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pagetile.cache.sequences import Sequence
 from pagetile.contracts.errors import ArgumentError
+from pagetile.engine.detokenize import TextStream
 
 FinishReason = Literal["stop", "length", "abort"]
 """``stop``: an end token, a stop id or a stop string. ``length``: ``max_tokens`` or the model's longest context."""
@@ -47,8 +49,8 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     n: int = 1
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | List[str] = ()
+    stop_token_ids: List[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -168,13 +170,23 @@ class Delta:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt on its way through the engine."""
+    """A prompt on its way through the engine.
+
+    Attributes:
+        max_tokens: new tokens at most, a number in any case.
+        seed: the caller's, or one drawn for this request.
+        end_ids: ids that end an answer: stop ids, and the model's own end tokens unless they are ignored.
+        live: text is decoded as tokens come, because somebody reads along or stop strings are looked for.
+        samples: those that exist: the first, and after its prompt is computed all n.
+    """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+    max_tokens: int
     prompt: str | None = None
-    max_tokens: int = 0
+    end_ids: frozenset[int] = frozenset()
+    live: bool = True
     seed: int = 0
     samples: list[Sample] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -182,14 +194,18 @@ class Request:
 
     def __post_init__(self) -> None:
         self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
-        self.samples = [Sample(self, index, list(self.prompt_ids)) for index in range(self.params.n)]
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None] * len(self.prompt_ids)
+            self.prompt_logprobs = [None for _ in self.prompt_ids]
+
+    @property
+    def forked(self) -> bool:
+        """Whether all samples exist."""
+        return len(self.samples) == self.params.n
 
     @property
     def finished(self) -> bool:
         """Whether every sample has ended."""
-        return all(sample.finish_reason for sample in self.samples)
+        return self.forked and all(sample.finish_reason for sample in self.samples)
 
 
 @dataclass(eq=False, slots=True)
@@ -197,37 +213,29 @@ class Sample:
     """One answer in the making: what the scheduler runs.
 
     Attributes:
-        tokens: the prompt and what was generated.
-        computed: tokens whose keys and values are in the cache; ``tokens[computed:]`` is what is left to compute.
-            At ``computed == len(tokens)`` the next token is chosen.
-        forked: False for samples 1 to n - 1 until they have taken a share of sample 0's prompt.
+        seq: its tokens and blocks; after the end, its tokens.
+        text: grows with the tokens; None without a tokenizer.
     """
 
     request: Request
     index: int
-    tokens: list[int]
-    computed: int = 0
+    seq: Sequence
+    text: TextStream | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: object | None = None
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Its name in the table of sequences."""
-        return self.request.request_id, self.index
 
     @property
     def num_generated(self) -> int:
         """Tokens chosen so far."""
-        return len(self.tokens) - len(self.request.prompt_ids)
+        return len(self.seq) - len(self.request.prompt_ids)
 
     @property
     def generated(self) -> list[int]:
         """The tokens chosen so far."""
-        return self.tokens[len(self.request.prompt_ids) :]
+        return list(self.seq.token_ids[len(self.request.prompt_ids) :])
 
     @property
-    def remaining(self) -> int:
-        """Tokens to compute before the next one can be chosen."""
-        return len(self.tokens) - self.computed
+    def slots(self) -> int:
+        """Places it takes among the running sequences: its unborn siblings' too."""
+        return 1 if self.request.forked else self.request.params.n

@@ -24,21 +24,16 @@ class Choice:
     logprobs: TokenLogprobs | None = None
 
 
-def choose(logits: Tensor, samples: Sequence[Sample], end_ids: Sequence[Sequence[int]]) -> list[Choice]:
+def choose(logits: Tensor, samples: Sequence[Sample]) -> list[Choice]:
     """The next token of each sample.
 
     Args:
         logits: ``[rows, vocabulary]``, any floating dtype; row i belongs to ``samples[i]``. Not written to.
         samples: as many as rows.
-        end_ids: for each sample, the ids that may not be chosen before ``min_tokens``.
-
-    Raises:
-        RuntimeError: a row holds NaN, or no finite logit; nothing was chosen for any row.
     """
     logits = logits.float()
-    _require_finite_rows(logits, samples)
     reported = _report_rows(logits, samples)
-    logits = _forbid_ends(logits, samples, end_ids)
+    logits = _forbid_ends(logits, samples)
     tokens = logits.argmax(-1).tolist()
     for row, sample in enumerate(samples):
         params = sample.request.params
@@ -118,21 +113,27 @@ def _token_logprobs(logprobs: Tensor, token: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(token, float(logprobs[token]), pairs)
 
 
-def _forbid_ends(logits: Tensor, samples: Sequence[Sample], end_ids: Sequence[Sequence[int]]) -> Tensor:
-    early = [row for row, s in enumerate(samples) if s.num_generated < s.request.params.min_tokens and end_ids[row]]
+def _forbid_ends(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
+    early = [row for row, s in enumerate(samples) if s.num_generated < s.request.params.min_tokens]
     if early:
         logits = logits.clone()
         for row in early:
-            logits[row, list(end_ids[row])] = float("-inf")
+            logits[row, list(samples[row].request.end_ids)] = float("-inf")
     return logits
 
 
-def _require_finite_rows(logits: Tensor, samples: Sequence[Sample]) -> None:
+def require_finite(logits: Tensor, samples: Sequence[Sample]) -> None:
+    """Refuse rows from which nothing can be chosen.
+
+    Raises:
+        RuntimeError: a row holds NaN or +inf, or no finite logit.
+    """
     best = logits.amax(-1)  # NaN if any is NaN
     bad = (~torch.isfinite(best)).nonzero()[:, 0].tolist()
     if bad:
         sample = samples[bad[0]]
         raise RuntimeError(
-            f"the model's logits for request {sample.request.request_id!r} are not finite (largest: {float(best[bad[0]])}) "
-            f"after {len(sample.tokens)} tokens; check the weights and the dtype (float16 overflows where bfloat16 does not)"
+            f"the logits for request {sample.request.request_id!r} after {len(sample.seq)} tokens are not finite "
+            f"(largest: {float(best[bad[0]])}); check the weights and the dtype (float16 overflows where bfloat16 does "
+            "not)"
         )
