@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from pagetile.contracts.errors import ArgumentError
@@ -80,7 +81,7 @@ class Instruction:
 
     def _disjoint(self) -> bool:
         ordered = sorted(self.addresses)
-        return all(b - a >= self.width for a, b in zip(ordered, ordered[1:], strict=False))
+        return all(b - a >= self.width for a, b in pairwise(ordered))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -146,7 +146,7 @@ def walk(
 ) -> Walk:
     """Attend from one query to all keys, tile by tile.
 
-    >>> q, v = torch.zeros(4), torch.arange(6.0)[:, None]                  # all scores 0: the mean of the visible values
+    >>> q, v = torch.zeros(4), torch.arange(6.0)[:, None]          # all scores are 0: the mean of the values
     >>> w = walk(q, torch.ones(6, 4), v, tile=2, splits=2)
     >>> w.merged.out.item(), round(w.merged.lse, 5), round(math.log(6), 5)
     (2.5, 1.79176, 1.79176)

@@ -79,7 +79,7 @@ def test_short_names() -> None:
 
 @pytest.mark.parametrize(("heads", "size", "hazard"), [(2, 8, True), (4, 8, False), (1, 8, False)])
 def test_vllm_hazard_of_few_elements(heads: int, size: int, hazard: bool) -> None:
-    """Under 32 elements a token there is no whole warp to take a head; one head is contiguous and takes the other path."""
+    """Under 32 elements a token there is no whole warp to take a head; one head alone is contiguous."""
     cache = CacheShape(16, heads, size)
     assert bool(vllm_split(cache, "HND", write_problem(cache, "HND", 1)).hazards) is hazard
 
