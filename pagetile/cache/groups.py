@@ -179,12 +179,13 @@ class CacheGeometry:
         """Blocks of each group within ``num_bytes``, at least 1 each.
 
         Without ``expected_len`` every group gets the same number, which is never too few for a sliding group. With it,
-        groups share in proportion to the blocks that one sequence of that many tokens holds: a window of 512 tokens
-        then takes no more than its part of a context of 8192.
+        groups share in proportion to the blocks that one decoding sequence of that many tokens holds at most: a window
+        of 512 tokens then takes no more than its part of a context of 8192. (While a prompt is computed, a window also
+        needs room for the chunk; a chunk that does not fit is refused, so leave the pool several windows.)
 
         >>> g = CacheGeometry.of(group_layers([512, None]), block_size=16, num_kv_heads=1, head_size=8, itemsize=2)
         >>> g.plan(g.bytes_per_block * 100), g.plan(g.bytes_per_block * 100, expected_len=8192)
-        ({'window_512': 100, 'full': 100}, {'window_512': 11, 'full': 188})
+        ({'window_512': 100, 'full': 100}, {'window_512': 12, 'full': 187})
 
         Raises:
             ArgumentError: not even one block of each group fits.
@@ -200,9 +201,11 @@ class CacheGeometry:
         return blocks
 
     def _held(self, group: LayerGroup, length: int) -> int:
-        """Blocks one sequence of ``length`` tokens holds in a group while it decodes."""
-        last = max(0, length - 1)
-        return max(1, blocks_for(length, self.block_size) - group.blocks_behind(last, self.block_size))
+        """The most blocks a sequence of up to ``length`` tokens holds in a group while it decodes."""
+        blocks = max(1, blocks_for(length, self.block_size))
+        if group.window is None:
+            return blocks
+        return min(blocks, blocks_for(group.window - 1, self.block_size) + 1)  # the window rarely starts on a boundary
 
 
 def per_group(name: str, value: int | Mapping[str, int], groups: Sequence[LayerGroup]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagetile.cache.groups import CacheGeometry, LayerGroup, per_group
-from pagetile.cache.memory import budget
+from pagetile.cache.memory import budget, lazy_zeros
 from pagetile.contracts.errors import ArgumentError, BlockTableError, DTypeError
 
 CACHE_DTYPES = frozenset(
@@ -167,9 +167,9 @@ class PagedKVCache:
         blocks, heads = self.num_blocks[g.name], g.num_kv_heads
         if self.layout == "NHD":
             shape = (blocks, self.block_size, heads, size)
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)  # type: ignore[arg-type]
+            return lazy_zeros(shape, self.dtype, self.device)  # type: ignore[arg-type]
         shape = (blocks, heads, self.block_size, size)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device).transpose(1, 2)  # type: ignore[arg-type]
+        return lazy_zeros(shape, self.dtype, self.device).transpose(1, 2)  # type: ignore[arg-type]
 
     def _known(self, layer: int) -> int:
         if layer not in self._group_of:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from pagetile.contracts.errors import ArgumentError
 
 DEFAULT_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """Share of the available memory that ``num_blocks="auto"`` takes when ``memory`` is not given."""
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and the widest vector of a CPU."""
 
 
 def available_bytes(device: torch.device | str) -> int:
@@ -45,6 +51,22 @@ def budget(memory: int | float | None, device: torch.device | str) -> int:
     if memory < 1:
         raise ArgumentError(f"memory is {memory}; an integer counts bytes, at least 1")
     return int(memory)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros; on a CPU pages of memory that the system hands out when they are first touched.
+
+    ``torch.zeros`` writes every byte of a CPU tensor at once. Memory from ``calloc`` is zero by the system's promise
+    and costs nothing until it is used, so a large cache starts in no time. NumPy's also asks for huge pages. The base
+    is aligned to 64 bytes.
+    """
+    device = torch.device(device)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
 
 
 def _meminfo(path: Path) -> int | None:
