@@ -19,17 +19,23 @@ _MAX_SAID = 256
 _said: dict[tuple[str, str], None] = {}  # what has been logged, so that it is said once
 
 
-def select(problem: Problem, backend: str = "auto") -> Backend:
+def select(problem: Problem, backend: str | Backend = "auto") -> Backend:
     """The backend that takes ``problem``.
 
     Args:
         problem: the question, without tensors; ``problem.device`` is where they live.
-        backend: ``"auto"``, or one of ``hopper``, ``triton``, ``cpu``, ``reference``.
+        backend: ``"auto"``, one of ``hopper``, ``triton``, ``cpu``, ``reference``, or a backend object (a tracer, a
+            kernel of your own). Under ``torch.compile`` it must be a name, since it is part of the graph.
 
     Raises:
         ArgumentError: there is no backend of that name.
         BackendError: the backend asked for cannot take the problem, or (``auto``) none can. ``reasons`` has them all.
     """
+    if not isinstance(backend, str):
+        why = backend.why_not(problem)
+        if why:
+            raise BackendError(f"backend {backend.name!r} cannot {problem}: {'; '.join(why)}", {backend.name: why})
+        return backend
     if backend != "auto":
         if backend not in registry.BACKENDS:
             raise ArgumentError(f"backend is {backend!r}; it must be auto or one of {', '.join(registry.BACKENDS)}")
