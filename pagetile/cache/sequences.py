@@ -196,7 +196,7 @@ class SequenceTable:
 
         Returns:
             Copies to run, in order, before the next write: shared blocks that are about to be written. Their sources
-            are kept until the sequence commits (or gives its blocks back).
+            are kept until the sequence commits (or gives its blocks back: then its copies are no longer to be run).
 
         Raises:
             OutOfBlocksError: a group has too few blocks for all of ``work``. Nothing has changed then.
