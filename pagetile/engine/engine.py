@@ -184,8 +184,7 @@ class Engine:
 
     def _forward(self, runner: ModelRunner, plan: StepPlan, rows: StepRows) -> Tensor:
         """Logits of the rows that choose a token; scores prompt tokens on the way. Nothing is committed."""
-        for group, copies in itertools.groupby(plan.copies, key=lambda copy: copy.group):
-            self.cache.copy_blocks(group, [(copy.src, copy.dst) for copy in copies])
+        self.cache.run_copies(plan.copies)
         batch = self.table.batch([(sample.seq, count) for sample, count in plan.work], device=runner.device)
         logits = runner.forward(batch, rows.ready_rows + rows.score_rows)
         chosen = logits[: len(rows.ready)]

@@ -105,13 +105,14 @@ class LLM:
             ArgumentError: a prompt or its parameters are refused; then nothing has run.
         """
         ids = self.add(prompts, params, live=on_delta is not None)
+        own = set(ids)
         answers: dict[str, RequestOutput] = {}
         try:
             while len(answers) < len(ids):
                 for delta in self.engine.step():
-                    if on_delta is not None and delta.request_id in ids:
+                    if on_delta is not None and delta.request_id in own:
                         on_delta(delta)
-                    if delta.output is not None:
+                    if delta.output is not None and delta.request_id in own:
                         answers[delta.request_id] = delta.output
         finally:
             for request_id in ids:

@@ -7,6 +7,7 @@ causal or sliding window, no argument that would be ignored. Everything else is 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -169,7 +170,7 @@ class _Probe:
         if ignored:
             self._refuse(name, module, f"passes {', '.join(ignored)} to its attention, which would be ignored")
         spec = LayerSpec(
-            index=int(index),
+            index=operator.index(index),  # type: ignore[arg-type]
             name=name,
             num_q_heads=query.shape[1],
             num_kv_heads=key.shape[1],

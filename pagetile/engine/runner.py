@@ -100,7 +100,7 @@ class PagedStep:
             batch_invariant=self.kernels.batch_invariant,
         )
         self.calls += 1
-        return out[None]
+        return cast(Tensor, out)[None]
 
     def mask(self, _rule: Callable | None, _options: dict) -> None:
         """No mask tensor: the metadata says what is visible."""

@@ -59,8 +59,8 @@ def longest(spec: ModelSpec, config: EngineConfig) -> int:
         return own
     if asked < 2 or (own is not None and asked > own):
         raise ArgumentError(
-            f"max_length is {asked}; prompt and answer together may have 2 to {own or 'any number of'} tokens with this "
-            "model"
+            f"max_length is {asked}; prompt and answer together may have 2 to {own or 'any number of'} tokens with "
+            "this model"
         )
     return asked
 
