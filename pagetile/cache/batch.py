@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from pagetile.cache.sequence import Sequence
 from pagetile.contracts.metadata import AttentionMetadata, build_metadata, to_device
+
+Work = List[tuple[Sequence, int]]
+"""Sequences of a step, each with the number of its new tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,42 +35,48 @@ class Batch:
     metadata: dict[str, AttentionMetadata]
 
 
-def pack(
-    work: List[tuple[Sequence, int]],
-    groups: List[str],
-    block_size: int,
-    device: torch.device | str,
-    pad_tokens: int | None,
-    pad_seqs: int | None,
-    table_width: int | None,
-) -> Batch:
-    """Pack the next ``n`` tokens of each sequence; tokens that are stored already get slot -1."""
-    new = [n for _, n in work]
-    lens = [seq.num_computed + n for seq, n in work]
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Where a batch goes and what it is padded to, see :func:`~pagetile.contracts.metadata.build_metadata`."""
+
+    device: torch.device | str = "cpu"
+    pad_tokens: int | None = None
+    pad_seqs: int | None = None
+    table_width: int | None = None
+
+
+def group_metadata(work: Work, group: str, block_size: int, shape: BatchShape) -> AttentionMetadata:
+    """Metadata of one group for the next ``n`` tokens of each sequence; tokens that are stored already get slot -1."""
     skip = [[(seq.num_computed, seq.num_stored)] if seq.num_stored > seq.num_computed else None for seq, _ in work]
-    metadata = {
-        name: build_metadata(
-            [seq.blocks[name] for seq, _ in work],
-            lens,
-            new,
-            block_size,
-            device=device,
-            pad_tokens=pad_tokens,
-            pad_seqs=pad_seqs,
-            table_width=table_width,
-            skip=skip if any(skip) else None,
-        )
-        for name in groups
-    }
+    return build_metadata(
+        [seq.blocks[group] for seq, _ in work],
+        [seq.num_computed + n for seq, n in work],
+        [n for _, n in work],
+        block_size,
+        device=shape.device,
+        pad_tokens=shape.pad_tokens,
+        pad_seqs=shape.pad_seqs,
+        table_width=shape.table_width,
+        skip=skip if any(skip) else None,
+    )
+
+
+def pack(work: Work, groups: List[str], block_size: int, shape: BatchShape) -> Batch:
+    """The next ``n`` tokens of each sequence, all of which must be known."""
+    metadata = {name: group_metadata(work, name, block_size, shape) for name in groups}
     some = metadata[groups[0]]
+    known = array("q")
+    for seq, n in work:
+        known.extend(seq.token_ids[seq.num_computed : seq.num_computed + n])
     ids = np.zeros(some.num_tokens, dtype=np.int64)
+    ids[: len(known)] = known
+
+    first = np.array([seq.num_computed for seq, _ in work], dtype=np.int64)
+    new = np.array([n for _, n in work], dtype=np.int64)
+    ends = np.cumsum(new)
     positions = np.zeros(some.num_tokens, dtype=np.int64)
+    positions[: len(known)] = np.arange(len(known)) + np.repeat(first - (ends - new), new)
     last = np.zeros(some.num_seqs, dtype=np.int64)
-    row = 0
-    for b, (seq, n) in enumerate(work):
-        known = np.asarray(seq.token_ids[seq.num_computed : seq.num_computed + n])
-        ids[row : row + len(known)] = known
-        positions[row : row + n] = np.arange(seq.num_computed, seq.num_computed + n)
-        row += n
-        last[b] = row - 1 if n else 0
-    return Batch(to_device(ids, device), to_device(positions, device), to_device(last, device), metadata)
+    last[: len(new)] = np.where(new > 0, ends - 1, 0)
+    token_ids, at, last_rows = (to_device(x, shape.device) for x in (ids, positions, last))
+    return Batch(token_ids, at, last_rows, metadata)

@@ -29,7 +29,7 @@ def longest_hit(
     prefix = Prefix.root(seq.salt, block_size, hasher)
     best = 0
     for count in range(1, len(seq) // block_size + 1):
-        prefix = prefix.extend(seq.token_ids[(count - 1) * block_size : count * block_size], hasher)
+        prefix = prefix.extend_bytes(seq.token_bytes((count - 1) * block_size, count * block_size), hasher)
         for name, pool in pools.items():
             block = pool.lookup(prefix)
             found[name].append(0 if block is None else block)
@@ -49,7 +49,7 @@ def register_stored(seq: Sequence, pools: Mapping[str, BlockPool], block_size: i
     """Make the full blocks that are stored by now known to every pool, and extend the sequence's chain by them."""
     for index in range(len(seq.prefixes), seq.num_stored // block_size):
         parent = seq.prefixes[-1] if index else Prefix.root(seq.salt, block_size, hasher)
-        prefix = parent.extend(seq.token_ids[index * block_size : (index + 1) * block_size], hasher)
+        prefix = parent.extend_bytes(seq.token_bytes(index * block_size, (index + 1) * block_size), hasher)
         for name, pool in pools.items():
             if index >= seq.released[name]:
                 prefix = pool.register(seq.blocks[name][index], prefix)

@@ -57,7 +57,10 @@ class Prefix:
 
     def extend(self, tokens: Any, hasher: Hasher = blake2b) -> Prefix:
         """This prefix and one more block of tokens."""
-        content = token_array(tokens).tobytes()
+        return self.extend_bytes(token_array(tokens).tobytes(), hasher)
+
+    def extend_bytes(self, content: bytes, hasher: Hasher = blake2b) -> Prefix:
+        """:meth:`extend` by ids that are little-endian int64 bytes already."""
         return Prefix(self, content, hasher(self.digest, content))
 
     def same(self, other: Prefix) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable
 
@@ -52,6 +53,13 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens that have yet to go through the model."""
         return len(self.token_ids) - self.num_computed
+
+    def token_bytes(self, start: int, end: int) -> bytes:
+        """Token ids of positions ``[start, end)`` as little-endian int64, the content of a prefix."""
+        ids = self.token_ids[start:end]
+        if sys.byteorder == "big":
+            ids.byteswap()
+        return ids.tobytes()
 
     def __len__(self) -> int:
         return len(self.token_ids)

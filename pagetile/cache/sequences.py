@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from pagetile.cache.batch import Batch, pack
+from pagetile.cache.batch import Batch, BatchShape, Work, group_metadata, pack
 from pagetile.cache.check import check_references, check_sequences
 from pagetile.cache.figures import GroupUsage, MemoryFigures, PeakMeter, TableStats
 from pagetile.cache.groups import CacheGeometry, LayerGroup, check_groups, per_group
@@ -37,9 +37,6 @@ from pagetile.cache.sequence import Sequence
 from pagetile.contracts.errors import ArgumentError
 from pagetile.contracts.geometry import blocks_for
 from pagetile.contracts.metadata import AttentionMetadata
-
-Work = list[tuple[Sequence, int]]
-"""Sequences of a step, each with the number of its new tokens."""
 
 
 class SequenceTable:
@@ -287,7 +284,7 @@ class SequenceTable:
             device, pad_tokens, pad_seqs, table_width: see :func:`~pagetile.contracts.metadata.build_metadata`.
         """
         name, work = self._group(group), self._reserved_work(work)
-        return pack(work, [name], self.block_size, device, pad_tokens, pad_seqs, table_width).metadata[name]
+        return group_metadata(work, name, self.block_size, BatchShape(device, pad_tokens, pad_seqs, table_width))
 
     def batch(
         self,
@@ -302,7 +299,7 @@ class SequenceTable:
         for seq, n in work:
             if n > seq.num_uncomputed:
                 raise ArgumentError(f"a batch of {n} tokens, but sequence {seq.id} has {seq.num_uncomputed} to compute")
-        return pack(work, list(self.pools), self.block_size, device, pad_tokens, pad_seqs, table_width)
+        return pack(work, list(self.pools), self.block_size, BatchShape(device, pad_tokens, pad_seqs, table_width))
 
     # Figures --------------------------------------------------------------------------------------------------------
 

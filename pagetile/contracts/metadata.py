@@ -228,9 +228,8 @@ def _table(block_lists: Sequence, needed: np.ndarray, rows: int, width: int | No
             )
         if count:
             table[b, :count] = np.asarray(blocks)[:count]
-    bad = np.argwhere((table < 0) | (table > INT32_MAX))
-    if bad.size:
-        b, column = bad[0].tolist()
+    if table.size and (table.min() < 0 or table.max() > INT32_MAX):
+        b, column = np.argwhere((table < 0) | (table > INT32_MAX))[0].tolist()
         raise BlockTableError(f"block_lists[{b}][{column}] is {table[b, column]}; a block id is in [0, 2**31)")
     return table
 
