@@ -1,0 +1,73 @@
+"""The CPU backend: numba kernels with explicit vectors, for unquantised caches addressed by strides.
+
+Nothing heavy is imported until the first call: :meth:`CpuBackend.why_not` answers without numba.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
+from pagetile.contracts.dtypes import FLOATING
+from pagetile.contracts.problem import MergeProblem, Problem
+
+
+class CpuBackend:
+    """Write, attend and merge on the CPU.
+
+    Results do not depend on the batch, on splits or on the number of threads: ``batch_invariant=True`` is what it does
+    anyway. All arithmetic is float32, whatever the dtype of the cache.
+    """
+
+    name = "cpu"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Every reason why this backend cannot take the problem; empty when it can."""
+        reasons = [
+            f"the package {package} is not installed; pip install 'pagetile[cpu]'"
+            for package in ("numba", "llvmlite")
+            if importlib.util.find_spec(package) is None
+        ]
+        if problem.device != "cpu":
+            reasons.append(f"the tensors are on {problem.device}, not on the CPU")
+        if problem.dtype not in FLOATING:
+            reasons.append(f"dtype {problem.dtype} is not one of {', '.join(FLOATING)}")
+        if isinstance(problem, MergeProblem):
+            return reasons
+        if problem.layout == "xpacked":
+            reasons.append("layout xpacked ([NB, Hkv, D/x, BS, x]) is not implemented on the CPU; use a strided cache")
+        if problem.kind != problem.dtype:
+            quantised = problem.kind not in (*FLOATING, "float64")
+            what = "a quantised cache" if quantised else "a cache of another dtype"
+            reasons.append(f"{what} ({problem.kind}) under {problem.dtype} is not implemented on the CPU")
+        if problem.scale != "none":
+            reasons.append(f"a scale (of granularity {problem.scale}) is not implemented on the CPU")
+        return reasons
+
+    def write(self, call: WriteCall) -> None:
+        """Store keys and values at their slots; see :func:`pagetile.backends.cpu.write.write`."""
+        from pagetile.backends.cpu.write import write
+
+        write(call)
+
+    def attend(self, call: AttendCall) -> None:
+        """Fill ``out`` and ``lse``; see :func:`pagetile.backends.cpu.attend.attend`."""
+        from pagetile.backends.cpu.attend import attend
+
+        attend(call)
+
+    def merge(self, call: MergeCall) -> None:
+        """Fill ``out`` and ``out_lse``; see :func:`pagetile.backends.cpu.merge.merge`."""
+        from pagetile.backends.cpu.merge import merge
+
+        merge(call)
+
+    def plan(self, call: WriteCall | AttendCall):
+        """The printable plan of a call: how it will be cut, and why."""
+        if isinstance(call, WriteCall):
+            from pagetile.backends.cpu.write import plan_for
+
+            return plan_for(call)
+        from pagetile.backends.cpu.attend import plan_for
+
+        return plan_for(call)

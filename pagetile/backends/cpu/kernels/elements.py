@@ -1,0 +1,245 @@
+"""Elements of each dtype: how they are read into float32 and rounded back, and scalars at an address."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+
+from pagetile.backends.cpu.isa import host_isa
+from pagetile.backends.cpu.jit import inlined
+from pagetile.backends.cpu.kernels.vector import (
+    ELEMENT_BYTES,
+    ROW_BYTES,
+    W,
+    advance,
+    at,
+    constant,
+    counted,
+    emits,
+    f16,
+    f32,
+    f64,
+    i16,
+    i32,
+    i64,
+    load,
+    store,
+    vec,
+)
+
+_NATIVE_HALF = host_isa().native_half
+
+A = types.int64  # an address or a count
+F = types.float32
+
+
+@emits(types.int64, A)
+def get_i64(b, address):
+    return load(b, address, i64)
+
+
+@emits(types.int64, A)
+def get_i32(b, address):
+    return b.sext(load(b, address, i32), i64)
+
+
+@emits(types.float32, A)
+def get_f32(b, address):
+    return load(b, address, f32)
+
+
+@emits(types.float32, A)
+def get_f64(b, address):
+    """A float64 of the parameter block, rounded to float32."""
+    return b.fptrunc(load(b, address, f64), f32)
+
+
+@emits(types.void, A, A)
+def put_i64(b, address, value):
+    store(b, value, address)
+
+
+@emits(types.void, A, F)
+def put_f32(b, address, value):
+    store(b, value, address)
+
+
+@emits(types.int64, A)
+def take_ticket(b, address):
+    """Fetch and add one, atomically: each caller gets another number."""
+    return b.atomic_rmw("add", at(b, address, i64), ir.Constant(i64, 1), "monotonic")
+
+
+@inlined
+def slot_value(block, slot):
+    """An integer slot of the parameter block."""
+    return get_i64(block + slot * 8)
+
+
+@inlined
+def index_at(address, index, wide):
+    """Element of an int32 or int64 array, as 64 bits."""
+    return get_i64(address + index * 8) if wide else get_i32(address + index * 4)
+
+
+def to_float(b: ir.IRBuilder, dtype: str, address: ir.Value, offset: int = 0, count: int = 0) -> ir.Value:
+    """``count`` elements of a dtype, exactly, as float32."""
+    if dtype == "float32":
+        return load(b, address, vec(f32, count), offset)
+    wide = vec(i32, count)
+    if dtype == "bfloat16":
+        bits = b.zext(load(b, address, vec(i16, count), offset), wide)
+        return b.bitcast(b.shl(bits, constant(16, wide)), vec(f32, count))
+    if _NATIVE_HALF:
+        return b.fpext(load(b, address, vec(f16, count), offset), vec(f32, count))
+    return _half_to_float(b, b.zext(load(b, address, vec(i16, count), offset), wide))
+
+
+def from_float(b: ir.IRBuilder, dtype: str, value: ir.Value, address: ir.Value) -> None:
+    """Round to nearest even and store. NaN stays NaN."""
+    if dtype == "float32":
+        store(b, value, address)
+        return
+    count = value.type.count if isinstance(value.type, ir.VectorType) else 1
+    if dtype == "bfloat16":
+        wide = vec(i32, count)
+        bits = b.bitcast(value, wide)
+        odd = b.and_(b.lshr(bits, constant(16, wide)), constant(1, wide))
+        rounded = b.add(bits, b.add(odd, constant(0x7FFF, wide)))
+        quiet = b.or_(bits, constant(0x400000, wide))  # adding could carry a NaN into infinity
+        bits = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
+        store(b, b.trunc(b.lshr(bits, constant(16, wide)), vec(i16, count)), address)
+    elif _NATIVE_HALF:
+        store(b, b.fptrunc(value, vec(f16, count)), address)
+    else:
+        store(b, _float_to_half(b, value, count), address)
+
+
+def _half_to_float(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """float16 bits in int32 lanes to float32, by integers and one exact multiplication."""
+    wide = bits.type
+    real = vec(f32, wide.count) if isinstance(wide, ir.VectorType) else f32
+    sign = b.shl(b.and_(bits, constant(0x8000, wide)), constant(16, wide))
+    rest = b.and_(bits, constant(0x7FFF, wide))
+    shifted = b.shl(rest, constant(13, wide))
+    # Moving the exponent by 2**112 also normalises subnormals, since those are normal in float32.
+    finite = b.bitcast(b.fmul(b.bitcast(shifted, real), constant(2.0**112, real)), wide)
+    special = b.or_(shifted, constant(0x7F800000, wide))
+    value = b.select(b.icmp_unsigned(">=", rest, constant(0x7C00, wide)), special, finite)
+    return b.bitcast(b.or_(value, sign), real)
+
+
+def _float_to_half(b: ir.IRBuilder, value: ir.Value, count: int) -> ir.Value:
+    """float32 to float16 bits, round to nearest even, by integers and one addition."""
+    wide, real = vec(i32, count), value.type
+    bits = b.bitcast(value, wide)
+    sign = b.and_(b.lshr(bits, constant(16, wide)), constant(0x8000, wide))
+    magnitude = b.and_(bits, constant(0x7FFFFFFF, wide))
+    odd = b.and_(b.lshr(magnitude, constant(13, wide)), constant(1, wide))
+    rounded = b.add(magnitude, b.add(odd, constant(0xFFF - (112 << 23), wide)))
+    normal = b.lshr(rounded, constant(13, wide))
+    # Below 2**-14: adding 0.5 leaves exactly the subnormal's bits at the end of the mantissa, rounded to even.
+    half = constant(0.5, real)
+    tiny = b.sub(b.bitcast(b.fadd(b.bitcast(magnitude, real), half), wide), b.bitcast(half, wide))
+    out = b.select(b.icmp_unsigned("<", magnitude, constant(113 << 23, wide)), tiny, normal)
+    out = b.select(b.icmp_unsigned(">=", magnitude, constant(0x477FF000, wide)), constant(0x7C00, wide), out)
+    out = b.select(b.icmp_unsigned(">", magnitude, constant(0x7F800000, wide)), constant(0x7E00, wide), out)
+    return b.trunc(b.or_(out, sign), vec(i16, count))
+
+
+@emits(types.void, A, A, A, tagged=True)
+def _read_vectors(b, dtype, source, target, vectors):
+    def body(i, _):
+        value = to_float(b, dtype, advance(b, source, i, W * ELEMENT_BYTES[dtype]))
+        store(b, value, advance(b, target, i, ROW_BYTES))
+        return []
+
+    counted(b, vectors, [], body)
+
+
+@emits(types.void, A, A, A, tagged=True)
+def _read_scalars(b, dtype, source, target, count):
+    def body(i, _):
+        value = to_float(b, dtype, advance(b, source, i, ELEMENT_BYTES[dtype]), count=1)
+        store(b, value, advance(b, target, i, 4))
+        return []
+
+    counted(b, count, [], body)
+
+
+@emits(types.void, A, A)
+def _zero_scalars(b, target, count):
+    def body(i, _):
+        store(b, ir.Constant(f32, 0.0), advance(b, target, i, 4))
+        return []
+
+    counted(b, count, [], body)
+
+
+@emits(types.int64, tagged=True)
+def element_bytes(_b, dtype):
+    return ir.Constant(i64, ELEMENT_BYTES[dtype])
+
+
+@inlined
+def read_row(source, target, size, tag):
+    """``size`` elements to float32 at ``target``, zero-filled up to a whole vector. Reads nothing past the end."""
+    vectors = size // W
+    _read_vectors(source, target, vectors, tag)
+    rest = size - vectors * W
+    if rest:
+        done = vectors * W
+        _read_scalars(source + done * element_bytes(tag), target + done * 4, rest, tag)
+        _zero_scalars(target + size * 4, W - rest)
+
+
+@emits(types.void, A, A, A, A, tagged=True)
+def _read_strided(b, dtype, source, stride, target, count):
+    def body(i, _):
+        value = to_float(b, dtype, b.add(source, b.mul(i, stride)), count=1)
+        store(b, value, advance(b, target, i, 4))
+        return []
+
+    counted(b, count, [], body)
+
+
+@emits(types.void, A, A, A, A, tagged=True)
+def _write_strided(b, dtype, source, target, stride, count):
+    def body(i, _):
+        from_float(b, dtype, load(b, advance(b, source, i, 4), f32), b.add(target, b.mul(i, stride)))
+        return []
+
+    counted(b, count, [], body)
+
+
+@emits(types.void, A, A, A, tagged=True)
+def _write_vectors(b, dtype, source, target, vectors):
+    def body(i, _):
+        value = load(b, advance(b, source, i, ROW_BYTES), vec(f32))
+        from_float(b, dtype, value, advance(b, target, i, W * ELEMENT_BYTES[dtype]))
+        return []
+
+    counted(b, vectors, [], body)
+
+
+@inlined
+def read_strided(source, stride, target, size, tag):
+    """``size`` elements, ``stride`` bytes apart, to float32, zero-filled up to a whole vector."""
+    if stride == element_bytes(tag):
+        read_row(source, target, size, tag)
+    else:
+        _read_strided(source, stride, target, size, tag)
+        _zero_scalars(target + size * 4, (W - size % W) % W)
+
+
+@inlined
+def write_strided(source, target, stride, size, tag):
+    """``size`` floats rounded to the dtype, ``stride`` bytes apart. Writes nothing else."""
+    width = element_bytes(tag)
+    if stride == width:
+        vectors = size // W
+        _write_vectors(source, target, vectors, tag)
+        done = vectors * W
+        _write_strided(source + done * 4, target + done * width, width, size - done, tag)
+    else:
+        _write_strided(source, target, stride, size, tag)

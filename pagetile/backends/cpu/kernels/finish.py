@@ -1,0 +1,82 @@
+"""The end of an attention: a state becomes a row of out and an entry of lse."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pagetile.backends.cpu import params as P
+from pagetile.backends.cpu.jit import inlined
+from pagetile.backends.cpu.kernels.address import query_span
+from pagetile.backends.cpu.kernels.elements import (
+    element_bytes,
+    get_f32,
+    get_i64,
+    put_f32,
+    slot_value,
+    write_strided,
+)
+from pagetile.backends.cpu.kernels.softmax import LN2, LOG2E, divide_row, exp2_of
+from pagetile.backends.cpu.kernels.vector import ROW_BYTES, W
+from pagetile.backends.cpu.tuning import SEGMENT
+
+_NONE = np.float32(-math.inf)
+_ONE = np.float32(1)
+_LOG2E = np.float32(LOG2E)
+
+
+@inlined
+def seen_in(ranges, token, segment):
+    """Whether a token sees any key of a segment; a fact about the row alone, never about its task."""
+    low, high = get_i64(ranges + token * 16), get_i64(ranges + token * 16 + 8)
+    return max(low, segment * SEGMENT) < min(high, (segment + 1) * SEGMENT)
+
+
+@inlined
+def _write_lse(block, query_head, row, value):
+    lse = slot_value(block, P.A_LSE)
+    if lse:
+        place = query_head * slot_value(block, P.A_LSE_HEAD) + row * slot_value(block, P.A_LSE_ROW)
+        put_f32(lse + place, value)
+
+
+@inlined
+def _finish_row(block, query_head, sums, largest, total, vectors):
+    """Divide a row that saw keys by its denominator, in place, the sink included; its log-sum-exp."""
+    sinks = slot_value(block, P.A_SINKS)
+    factor = _ONE
+    if sinks:
+        sink = get_f32(sinks + query_head * slot_value(block, P.A_SINKS_HEAD)) * _LOG2E
+        if sink != _NONE:
+            top = sink if sink > largest else largest
+            factor = exp2_of(largest - top)
+            total = total * factor + exp2_of(sink - top)
+            largest = top
+    divide_row(sums, sums, vectors, factor, total)
+    return np.float32((np.float64(largest) + math.log2(np.float64(total))) * LN2)
+
+
+@inlined
+def finish_rows(block, task, ranges, state, tag):
+    """Write the rows of a task from their states."""
+    heads, tokens = get_i64(task + P.T_HEADS * 8), get_i64(task + P.T_TOKENS * 8)
+    group, size = slot_value(block, P.A_GROUP), slot_value(block, P.A_SIZE_V)
+    rows, vectors = heads * tokens * group, (size + W - 1) // W
+    maxima = state + rows * vectors * ROW_BYTES
+    start, _ = query_span(block, get_i64(task + P.T_SEQ * 8))
+    for row in range(rows):
+        token = row // group % tokens
+        query_head = (get_i64(task + P.T_HEAD * 8) + row // (group * tokens)) * group + row % group
+        query_row = start + get_i64(task + P.T_TOKEN * 8) + token
+        sums = state + row * vectors * ROW_BYTES
+        if get_i64(ranges + token * 16) < get_i64(ranges + token * 16 + 8):
+            largest, total = get_f32(maxima + row * 4), get_f32(maxima + (rows + row) * 4)
+            lse = _finish_row(block, query_head, sums, largest, total, vectors)
+        else:  # nothing seen: the state is still the zeros it was cleared to
+            sinks = slot_value(block, P.A_SINKS)
+            lse = get_f32(sinks + query_head * slot_value(block, P.A_SINKS_HEAD)) if sinks else _NONE
+        _write_lse(block, query_head, query_row, lse)
+        target = slot_value(block, P.A_OUT) + query_row * slot_value(block, P.A_OUT_ROW)
+        target += query_head * slot_value(block, P.A_OUT_HEAD)
+        write_strided(sums, target, element_bytes(tag), size, tag)

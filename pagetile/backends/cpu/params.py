@@ -1,0 +1,79 @@
+"""Named slots of the parameter blocks that compiled kernels read, and the codes of the errors they report.
+
+A block is a row of 64-bit slots: integers (addresses, byte strides, counts, flags) and, where the name ends in
+``_F``, float64. Strides are in bytes. Plain integers at module level, so that numba sees constants.
+"""
+
+from __future__ import annotations
+
+# fmt: off
+
+# Every block starts with these four: what a check found.
+ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
+
+(   # attend
+    A_TICKET, A_WORKER, A_NUM_TASKS,                # counters: next task, next worker; tasks built by prepare
+    A_MERGE_TICKET, A_NUM_GROUPS,                   # of the second pass over split tasks
+    A_NUM_SEQS, A_NUM_ROWS, A_HEADS, A_GROUP,       # B, T, Hkv, Hq / Hkv
+    A_SIZE, A_SIZE_V,                               # D, Dv
+    A_SCALE_F, A_SCALE2_F, A_INNER_F,               # scale; scale * log2(e); scale / softcap
+    A_DTYPE,                                        # code of q and out
+    A_Q, A_Q_ROW, A_Q_HEAD,
+    A_K, A_K_BLOCK, A_K_TOKEN, A_K_HEAD,            # ragged keys use the token stride alone
+    A_V, A_V_BLOCK, A_V_TOKEN, A_V_HEAD,
+    A_OUT, A_OUT_ROW, A_OUT_HEAD,
+    A_LSE, A_LSE_HEAD, A_LSE_ROW,                   # address 0: none
+    A_QUERY_LOC, A_SEQ_LENS, A_KEY_LOC,             # int32; the last two: address 0 where the other one counts
+    A_TABLE, A_TABLE_ROW, A_TABLE_WIDE, A_TABLE_WIDTH,
+    A_BLOCK_SIZE, A_NUM_BLOCKS,                     # 0 when ragged; A_NUM_BLOCKS is then the number of key rows
+    A_KEY_STARTS,                                   # int32, address 0: none
+    A_LEFT, A_RIGHT,                                # window, -1 unbounded
+    A_CAP_F, A_CAP2_F,                              # softcap, 0 is off; softcap * log2(e)
+    A_SLOPES, A_SLOPES_SEQ, A_SLOPES_HEAD,          # address 0: none
+    A_SINKS, A_SINKS_HEAD,                          # address 0: none
+    A_MAX_Q, A_MAX_K,                               # bounds that the caller promised
+    A_ROW_LIMIT, A_TILE_TOKENS, A_ALL_HEADS, A_SPLITS, A_STAGE_ROWS, A_DIRECT_K, A_DIRECT_V,  # the plan
+    A_TASKS, A_TASK_COST, A_TASK_ORDER, A_BUCKETS, A_GROUPS,   # arrays that prepare fills
+    A_SCRATCH, A_SCRATCH_BYTES,                     # a worker's share
+    A_S_QUERY, A_S_SCORE, A_S_STATE, A_S_TOTAL, A_S_KADDR, A_S_VADDR, A_S_STAGE, A_S_SADDR, A_S_RANGE,  # offsets in it
+    A_STAGE_STRIDE,
+    A_PARTIALS,                                     # states of split tasks, a segment each
+) = range(4, 82)
+ATTEND_SLOTS = 82
+
+(   # write
+    W_TICKET,
+    W_SLOTS, W_SLOT_STEP, W_WIDE, W_COUNT,
+    W_BLOCK_SIZE, W_LIMIT,                          # slots per block, slots in the cache
+    W_CHUNK,                                        # rows a ticket
+    W_K_FROM, W_K_FROM_ROW, W_K_FROM_SPAN, W_K_TO, W_K_TO_BLOCK, W_K_TO_TOKEN, W_K_TO_SPAN, W_K_SPANS, W_K_BYTES,
+    W_V_FROM, W_V_FROM_ROW, W_V_FROM_SPAN, W_V_TO, W_V_TO_BLOCK, W_V_TO_TOKEN, W_V_TO_SPAN, W_V_SPANS, W_V_BYTES,
+) = range(4, 30)
+WRITE_SLOTS = 30
+
+(   # merge
+    M_TICKET, M_WORKER,
+    M_ROWS, M_HEADS, M_SIZE, M_DTYPE, M_CHUNK,
+    M_OUT, M_OUT_ROW, M_OUT_HEAD, M_OUT_STEP, M_OUT_LSE, M_OUT_LSE_HEAD, M_OUT_LSE_ROW,
+    M_A, M_A_ROW, M_A_HEAD, M_A_STEP, M_A_LSE, M_A_LSE_HEAD, M_A_LSE_ROW,
+    M_B, M_B_ROW, M_B_HEAD, M_B_STEP, M_B_LSE, M_B_LSE_HEAD, M_B_LSE_ROW,
+    M_SCRATCH, M_SCRATCH_BYTES,
+) = range(4, 34)
+MERGE_SLOTS = 34
+
+# What ERROR holds. 0: nothing wrong.
+(
+    BAD_SLOT, BAD_BLOCK, BAD_SEQ_LEN, SEQ_PAST_TABLE, SEQ_PAST_BOUND,
+    QUERY_LOC_START, QUERY_LOC_ORDER, QUERY_LOC_END, QUERY_PAST_BOUND,
+    KEY_LOC_START, KEY_LOC_ORDER, KEY_LOC_END, BAD_KEY_START,
+) = range(1, 14)
+
+# Codes of element dtypes.
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
+DTYPE_CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+
+# Fields of a task, int64 each: the rows are (KV heads) x (tokens) x (group), the keys those of whole segments.
+(T_SEQ, T_HEAD, T_HEADS, T_TOKEN, T_TOKENS, T_FIRST_SEGMENT, T_LAST_SEGMENT, T_PARTIAL) = range(8)
+TASK_BYTES = 64
+
+# fmt: on

@@ -1,0 +1,190 @@
+"""How a problem is cut into work: pure functions from a problem to a printable plan.
+
+None of this changes a bit of any result. The two numbers that do, the keys of a chunk and of a segment, are constants:
+a row's softmax state is restarted at absolute multiples of the segment and its maximum is updated at absolute multiples
+of the chunk, so a row comes out the same alone or in a batch, as a decode or inside a prefill, split or whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from pagetile.contracts.problem import AttendProblem, WriteProblem
+
+CHUNK = 128
+"""Keys between two updates of a row's maximum. The scores of 64 rows x 128 keys are 32 KiB: they stay in cache."""
+
+SEGMENT = 1024
+"""Keys between two restarts of a row's state, and the smallest piece that a split can take: 1024 keys of one head
+are 0.5 MB of bf16 K and V, enough to pay for the few microseconds of a task."""
+
+SCORE_PAD = 16
+"""Floats after a row of scores: the last register block of a row may write that far."""
+
+ROW_LIMIT = 64
+"""Rows (tokens x group) of a task. Queries, scores and accumulators of 64 rows fit the L2 cache at any head size up
+to 576; more rows would save reads of K and V that the L2 cache already serves."""
+
+STAGE_ROWS = 16
+"""From this many rows a KV head, K and V are first copied to contiguous float32. Four register blocks then reuse each
+row, which pays for the copy; a cache's own row stride (often 4 KiB) would put them all in the same L1 sets."""
+
+TASKS_A_THREAD = 4
+"""Tasks wanted for each thread, so that the last one to finish keeps the others waiting for a quarter of their time."""
+
+PARTIAL_LIMIT = 256 << 20
+"""Bytes of partial states beyond which a split is not worth its memory. Only long prefills reach it, and those have
+tasks enough without splits."""
+
+WRITE_SERIAL_BYTES = 128 << 10
+"""Below this, one thread: waking a second costs more than the copy (64 KiB copy in about 3 microseconds)."""
+
+WRITE_CHUNK_BYTES = 64 << 10
+"""Bytes a ticket of a parallel write."""
+
+MERGE_CHUNK = 16 << 10
+"""Elements a ticket of a merge: about 10 microseconds of work, so that one ticket is never worth a second thread."""
+
+
+def _print(plan) -> str:
+    lines = [f"{type(plan).__name__}"]
+    lines += [f"  {f.name} = {getattr(plan, f.name)}" for f in fields(plan) if f.name != "why"]
+    lines += [f"  {name}: {reason}" for name, reason in plan.why]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class AttendPlan:
+    """Cut of one attention.
+
+    Attributes:
+        tile_tokens: query tokens of a task (of one KV head).
+        all_heads: a task of few rows takes every KV head of its keys.
+        splits: pieces that the keys of one task are cut into, at most.
+        stage_rows: rows a KV head from which K and V are staged as float32.
+        max_tasks: upper bound of tasks, from host facts.
+        max_partial_rows: upper bound of (row, segment) pairs kept for the second pass; 0 without splits.
+        rows: rows of the largest task.
+        why: the choices and their reasons.
+    """
+
+    tile_tokens: int
+    all_heads: bool
+    splits: int
+    stage_rows: int
+    max_tasks: int
+    max_partial_rows: int
+    rows: int
+    why: tuple[tuple[str, str], ...] = ()
+
+    __str__ = _print
+
+
+def plan_attend(problem: AttendProblem, threads: int, heads_adjacent: bool) -> AttendPlan:
+    """Cut an attention.
+
+    Args:
+        problem: what is asked.
+        threads: that may work.
+        heads_adjacent: the heads of a token are closer together than its neighbours in time (NHD).
+    """
+    group, heads = problem.group, problem.num_kv_heads
+    tile_tokens = max(1, ROW_LIMIT // group)
+    segments = max(1, -(-problem.max_k_len // SEGMENT))
+    tiles = -(-problem.num_tokens // tile_tokens) + problem.num_seqs
+    wanted = TASKS_A_THREAD * threads
+    short = problem.max_q_len * group * heads <= ROW_LIMIT
+    all_heads = heads_adjacent and short and problem.num_seqs * segments >= wanted
+    tasks = problem.num_seqs if all_heads else (problem.num_seqs if short else tiles) * heads
+    splits, why = problem.num_splits, f"{problem.num_splits}, as asked"
+    if splits <= 0:
+        splits = 1 if threads == 1 or tasks >= wanted else min(segments, -(-wanted // max(1, tasks)))
+        why = f"{splits}: about {tasks} tasks for {threads} threads, {wanted} wanted"
+    partial_rows = problem.num_tokens * problem.num_q_heads * segments if splits > 1 else 0
+    width = 4 * (problem.head_size_v + SCORE_PAD)
+    if partial_rows * width > PARTIAL_LIMIT:
+        splits, partial_rows = 1, 0
+        why = f"1: partial states would take more than {PARTIAL_LIMIT >> 20} MiB"
+    return AttendPlan(
+        tile_tokens=tile_tokens,
+        all_heads=all_heads,
+        splits=splits,
+        stage_rows=STAGE_ROWS,
+        max_tasks=tiles * heads * max(1, splits),
+        max_partial_rows=partial_rows,
+        rows=max(ROW_LIMIT, group),
+        why=(
+            ("all_heads", _why_all_heads(heads_adjacent, short, all_heads)),
+            ("splits", why),
+            ("tile_tokens", f"{tile_tokens} tokens x {group} heads a KV head are at most {max(ROW_LIMIT, group)} rows"),
+        ),
+    )
+
+
+def _why_all_heads(adjacent: bool, short: bool, taken: bool) -> str:
+    if taken:
+        return "the heads of a token are neighbours in memory: read in address order"
+    if not adjacent:
+        return "a head's tokens are neighbours in memory: a head a task reads in address order"
+    return "too few sequences and segments for one task each" if short else "the rows of one head fill a task"
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """Cut of one write.
+
+    Attributes:
+        k_spans, v_spans: contiguous spans a token: 1, or one a head.
+        k_bytes, v_bytes: bytes of a span.
+        threads: that take part.
+        chunk: rows a ticket.
+        why: the choices and their reasons.
+    """
+
+    k_spans: int
+    k_bytes: int
+    v_spans: int
+    v_bytes: int
+    threads: int
+    chunk: int
+    why: tuple[tuple[str, str], ...] = ()
+
+    __str__ = _print
+
+
+def plan_write(problem: WriteProblem, threads: int, itemsize: int, k_joined: bool, v_joined: bool) -> WritePlan:
+    """Cut a write.
+
+    Args:
+        problem: what is asked.
+        threads: that may work.
+        itemsize: bytes of an element.
+        k_joined, v_joined: the heads of a token are one contiguous span, in the source and in the cache.
+    """
+    heads = problem.num_kv_heads
+    k_head, v_head = problem.head_size * itemsize, problem.head_size_v * itemsize
+    row = heads * (k_head + v_head)
+    total = row * problem.num_tokens
+    if total < WRITE_SERIAL_BYTES:
+        threads, why = 1, f"1: {total} bytes, less than {WRITE_SERIAL_BYTES}"
+    else:
+        why = f"{threads}: {total} bytes"
+    return WritePlan(
+        k_spans=1 if k_joined else heads,
+        k_bytes=heads * k_head if k_joined else k_head,
+        v_spans=1 if v_joined else heads,
+        v_bytes=heads * v_head if v_joined else v_head,
+        threads=threads,
+        chunk=max(1, WRITE_CHUNK_BYTES // max(1, row)),
+        why=(("threads", why), ("k_spans", _why_spans(k_joined)), ("v_spans", _why_spans(v_joined))),
+    )
+
+
+def _why_spans(joined: bool) -> str:
+    return "the heads of a token are one span" if joined else "heads are apart, in the source or in the cache"
+
+
+def merge_cut(rows: int, size: int, threads: int) -> tuple[int, int]:
+    """Threads of a merge of ``rows`` rows of ``size`` elements, and rows a ticket."""
+    chunk = max(1, MERGE_CHUNK // size)
+    return max(1, min(threads, rows // chunk)), chunk
