@@ -5,7 +5,7 @@ Source of the whole: vLLM's engine, in a few small rooms.
 
 from pagetile.engine.engine import Engine
 from pagetile.engine.llm import LLM
-from pagetile.engine.loader import ModelNotFoundError
+from pagetile.engine.loader import ModelNotFoundError, default_model
 from pagetile.engine.probe import UnsupportedModelError
 from pagetile.engine.request import (
     CompletionOutput,
@@ -31,4 +31,5 @@ __all__ = [
     "SamplingParams",
     "TokenLogprobs",
     "UnsupportedModelError",
+    "default_model",
 ]

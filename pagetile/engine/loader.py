@@ -39,8 +39,8 @@ class Loaded:
     source: str
 
 
-def default_model() -> tuple[str, str]:
-    """``(folder, gguf_file)`` of the default model. The package is located and never imported.
+def default_model() -> str:
+    """Path of the default model's GGUF file. The package is located and never imported.
 
     Raises:
         ModelNotFoundError: the package is not installed.
@@ -54,7 +54,7 @@ def default_model() -> tuple[str, str]:
     files = sorted(folder.glob("*.gguf"))
     if not files:
         raise ModelNotFoundError(f"the package {DEFAULT_PACKAGE} in {folder} has no .gguf file; install it again")
-    return str(folder), files[0].name
+    return str(files[0])
 
 
 def require_transformers() -> None:
@@ -119,7 +119,7 @@ def _resolve(model: str | os.PathLike | None, gguf_file: str | None) -> tuple[st
     if model is None:
         if gguf_file is not None:
             raise ArgumentError(f"gguf_file is {gguf_file!r} without a model folder; pass the folder too")
-        return default_model()
+        model = default_model()
     path = Path(model)
     if path.suffix == ".gguf":
         if gguf_file is not None:
