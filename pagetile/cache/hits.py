@@ -51,6 +51,5 @@ def register_stored(seq: Sequence, pools: Mapping[str, BlockPool], block_size: i
         parent = seq.prefixes[-1] if index else Prefix.root(seq.salt, block_size, hasher)
         prefix = parent.extend_bytes(seq.token_bytes(index * block_size, (index + 1) * block_size), hasher)
         for name, pool in pools.items():
-            if index >= seq.released[name]:
-                prefix = pool.register(seq.blocks[name][index], prefix)
+            prefix = pool.register(seq.blocks[name][index], prefix)  # not released yet: it was written just now
         seq.prefixes.append(prefix)

@@ -263,6 +263,29 @@ def test_a_hit_needs_only_what_the_next_query_sees(window: int, length: int) -> 
     cache.check()
 
 
+@pytest.mark.parametrize("groups", [window_and_full(4), (LayerGroup("local", (0,), 4),)])
+def test_heads_that_left_a_window_do_not_stand_in_the_way(groups) -> None:
+    """The first blocks of a windowed group are evicted early; a hit at the far end needs none of them."""
+    counts = {"local": 4, "full": 16}
+    table, cache = make(num_blocks={g.name: counts[g.name] for g in groups}, groups=groups)
+    prompt = list(range(16))
+    first = table.add(prompt)
+    for _ in range(4):
+        cache.step([(first, 4)])
+    table.free(first)
+    other = table.add(range(50, 60))
+    cache.run(other)  # three blocks: what the window released first is gone
+    local = table.pools["local"]
+    known = {
+        p.num_blocks for b in range(4) if (p := local.prefix(b)) is not None and p.content[:8] != bytes([50, *[0] * 7])
+    }
+    assert 1 not in known
+    again = table.add(prompt)
+    assert again.num_computed == 15
+    table.free(other)
+    cache.run(again)
+
+
 def test_preempt_and_take_hits_again() -> None:
     table, cache = make()
     a = table.add(range(9))

@@ -36,7 +36,7 @@ def expected_slots(lists, lens, new, block_size) -> list[int]:
 
 
 @given(batches(), st.integers(0, 5), st.integers(0, 3), st.integers(0, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_agrees_with_the_address_arithmetic(batch, more_tokens: int, more_seqs: int, more_columns: int) -> None:
     lists, lens, new, block_size = batch
     total, width = sum(new), max([1, *(blocks_for(n, block_size) for n in lens)])
