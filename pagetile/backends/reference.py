@@ -9,6 +9,7 @@ from pagetile import reference
 from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
 from pagetile.contracts.dtypes import FLOATING
 from pagetile.contracts.problem import MergeProblem, Problem
+from pagetile.reference.checks import check_bound
 from pagetile.reference.quantise import is_quantised
 
 
@@ -67,6 +68,11 @@ class ReferenceBackend:
             kind=call.problem.kind,
             layout=call.problem.layout,
         )
+        # Other backends lay out their work by these bounds; nothing has been written yet.
+        check_bound("queries", call.query_start_loc.diff(), "max_q_len", call.problem.max_q_len)
+        keys = call.seq_lens if call.key_start_loc is None else call.key_start_loc.diff()
+        if keys is not None:
+            check_bound("keys", keys, "max_k_len", call.problem.max_k_len)
         rows = len(state.out)  # the ones past query_start_loc[-1] belong to nobody and stay as they are
         call.out[:rows].copy_(state.out)
         if call.lse is not None:

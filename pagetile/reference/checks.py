@@ -83,6 +83,15 @@ def check_key_starts(key_starts: Tensor | None) -> None:
         raise ArgumentError(f"key_starts[{seq}] is {int(key_starts[seq])}; use 0 to hide no key")
 
 
+def check_bound(what: str, lengths: Tensor, name: str, bound: int) -> None:
+    """No length exceeds an upper bound that the host gave."""
+    seq = _first(lengths > bound)
+    if seq is not None:
+        raise ArgumentError(
+            f"sequence {seq} has {int(lengths[seq])} {what}, but {name} is {bound}; pass the largest length, or more"
+        )
+
+
 def _first(bad: Tensor) -> int | None:
     """Index of the first True, or None."""
     found = bad.nonzero()

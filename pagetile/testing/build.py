@@ -18,7 +18,6 @@ from pagetile.testing.materials import (
     guarded,
     heads_contiguous,
     key_tokens,
-    poison_unused_scales,
     put,
     query_rows,
     ragged_storage,
@@ -95,10 +94,9 @@ def build_attend(case: AttendCase, device: str = "cpu", *, in_order: bool = Fals
     lengths = [k_len for _, k_len in case.seqs]
     k_tokens = key_tokens(case, values)
     v_tokens = value_tokens(case, values)
-    k_scale, v_scale = (read_scale(case.scale, case, values, device) for _ in "kv")
-
     table = deal_blocks(case, in_order)
     slots = [slots_of(table[row], length, case.block_size) for row, length in enumerate(lengths)]
+    k_scale, v_scale = (read_scale(case, slots, values, device) for _ in "kv")
     k_stored, v_stored = (
         [quantise(x, kind, token_scale(s, seq, slots[seq])) for seq, x in enumerate(tokens)]
         for tokens, s in ((k_tokens, k_scale), (v_tokens, v_scale))
@@ -107,9 +105,6 @@ def build_attend(case: AttendCase, device: str = "cpu", *, in_order: bool = Fals
         [dequantise(x, kind, token_scale(s, seq, slots[seq])).double() for seq, x in enumerate(stored)]
         for stored, s in ((k_stored, k_scale), (v_stored, v_scale))
     )
-    if case.poison and case.scale == "token_head":
-        for scale in (k_scale, v_scale):
-            poison_unused_scales(scale, torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64))
 
     store = STORED_AS.get(kind, dtype)
     if case.layout == "ragged":

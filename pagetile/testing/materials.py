@@ -143,9 +143,16 @@ def random_scale(form: ScaleForm, heads: int, lead: tuple[int, ...], rng: torch.
     return float(scale) if form == "float" else scale.to(device)
 
 
-def read_scale(form: ScaleForm, case: AttendCase, rng: torch.Generator, device: str) -> Scale:
-    lead = (len(case.seqs),) if form == "sequence_head" else (case.num_blocks, case.block_size)
-    return random_scale(form, case.num_kv_heads, lead, rng, device)
+def read_scale(case: AttendCase, slots: Sequence[Tensor], rng: torch.Generator, device: str) -> Scale:
+    """A scale in the case's form; with one for each token and head, the slots nobody owns hold NaN if poisoned."""
+    if case.scale != "token_head":
+        return random_scale(case.scale, case.num_kv_heads, (len(case.seqs),), rng, device)
+    shape = (case.num_blocks, case.block_size, case.num_kv_heads)
+    scale = torch.full(shape, torch.nan if case.poison else 0.0)
+    for where in slots:
+        own = random_scale("token_head", case.num_kv_heads, (len(where),), rng, "cpu")
+        scale.flatten(0, 1)[where] = torch.as_tensor(own)
+    return scale.to(device)
 
 
 def token_scale(scale: Scale, seq: int, slots: Tensor) -> Tensor:
@@ -157,14 +164,6 @@ def token_scale(scale: Scale, seq: int, slots: Tensor) -> Tensor:
         elif scale.dim() == 2:
             scale = scale[seq]
     return head_scale(scale, torch.device("cpu"))
-
-
-def poison_unused_scales(scale: Scale, used: Tensor) -> None:
-    if isinstance(scale, Tensor):
-        flat = scale.view(-1, scale.shape[-1])
-        unused = torch.ones(len(flat), dtype=torch.bool)
-        unused[used] = False
-        flat[unused.to(flat.device)] = torch.nan
 
 
 def ragged_storage(case: AttendCase) -> Storage:
