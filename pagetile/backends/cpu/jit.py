@@ -26,7 +26,8 @@ from pathlib import Path
 
 import llvmlite
 import numba
-from numba import cfunc, njit, types
+from numba import cfunc, types
+from numba.extending import register_jitable
 
 from pagetile.backends.cpu.isa import host_isa
 
@@ -37,8 +38,13 @@ _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _lock = threading.RLock()
 _announced = False
 
-inlined = functools.partial(njit, **_OPTIONS)
-"""Decorator of a helper that kernels call; compiled into each of them."""
+
+def inlined(function: Callable) -> Callable:
+    """Decorator of a helper that kernels call: compiled into each of them, once for each set of types.
+
+    Unlike ``njit``, which would compile it again for every literal that some call passes.
+    """
+    return register_jitable(**_OPTIONS)(function)
 
 
 def source_digest(package: Path = PACKAGE) -> str:

@@ -30,6 +30,7 @@ from pagetile.backends.cpu.kernels.elements import (
     read_row,
     slot_value,
     take_ticket,
+    vectors_of,
 )
 from pagetile.backends.cpu.kernels.finish import finish_rows, seen_in
 from pagetile.backends.cpu.kernels.products import MAX_ROWS, accumulate_rows, score_rows
@@ -60,26 +61,16 @@ _LOG2E = np.float32(LOG2E)
 
 
 @inlined
-def vectors_of(size):
-    return (size + W - 1) // W
-
-
-@inlined
-def field(task, name):
-    return get_i64(task + name * 8)
-
-
-@inlined
 def _read_queries(block, scratch, task, tag):
-    heads, tokens, group = field(task, P.T_HEADS), field(task, P.T_TOKENS), slot_value(block, P.A_GROUP)
+    heads, tokens, group = slot_value(task, P.T_HEADS), slot_value(task, P.T_TOKENS), slot_value(block, P.A_GROUP)
     size = slot_value(block, P.A_SIZE)
-    start, _ = query_span(block, field(task, P.T_SEQ))
-    source = slot_value(block, P.A_Q) + (start + field(task, P.T_TOKEN)) * slot_value(block, P.A_Q_ROW)
+    start, _ = query_span(block, slot_value(task, P.T_SEQ))
+    source = slot_value(block, P.A_Q) + (start + slot_value(task, P.T_TOKEN)) * slot_value(block, P.A_Q_ROW)
     target = scratch + slot_value(block, P.A_S_QUERY)
     for head in range(heads):
         for token in range(tokens):
             for member in range(group):
-                query_head = (field(task, P.T_HEAD) + head) * group + member
+                query_head = (slot_value(task, P.T_HEAD) + head) * group + member
                 place = source + token * slot_value(block, P.A_Q_ROW) + query_head * slot_value(block, P.A_Q_HEAD)
                 read_row(place, target, size, tag)
                 target += vectors_of(size) * ROW_BYTES
@@ -88,11 +79,11 @@ def _read_queries(block, scratch, task, tag):
 @inlined
 def fill_ranges(block, ranges, task):
     """The visible range of each token of a task, two int64 each."""
-    seq, tokens = field(task, P.T_SEQ), field(task, P.T_TOKENS)
+    seq, tokens = slot_value(task, P.T_SEQ), slot_value(task, P.T_TOKENS)
     _, q_len = query_span(block, seq)
     _, seq_len = key_span(block, seq)
     for token in range(tokens):
-        low, high = visible(block, seq, field(task, P.T_TOKEN) + token, q_len, seq_len)
+        low, high = visible(block, seq, slot_value(task, P.T_TOKEN) + token, q_len, seq_len)
         put_i64(ranges + token * 16, low)
         put_i64(ranges + token * 16 + 8, high)
 
@@ -109,7 +100,7 @@ def _clear_state(state, rows, vectors):
 @inlined
 def _score_block(block, scratch, task, head, start, first, last, addresses, offset, tag):
     """Scores of one KV head's rows against the keys ``start + [first, last)``, in register blocks of rows."""
-    group, tokens = slot_value(block, P.A_GROUP), field(task, P.T_TOKENS)
+    group, tokens = slot_value(block, P.A_GROUP), slot_value(task, P.T_TOKENS)
     rows, vectors = tokens * group, vectors_of(slot_value(block, P.A_SIZE))
     ranges = scratch + slot_value(block, P.A_S_RANGE)
     queries = scratch + slot_value(block, P.A_S_QUERY) + head * rows * vectors * ROW_BYTES
@@ -148,14 +139,14 @@ def _stage(block, scratch, addresses, offset, first, last, size, tag):
 def _score_chunk(block, scratch, task, start, first, last, tag):
     """Scores of all rows against the keys ``start + [first, last)``: a few keys at a time, every head in turn."""
     keys, staged_keys = scratch + slot_value(block, P.A_S_KADDR), scratch + slot_value(block, P.A_S_SADDR)
-    rows, size = field(task, P.T_TOKENS) * slot_value(block, P.A_GROUP), slot_value(block, P.A_SIZE)
+    rows, size = slot_value(task, P.T_TOKENS) * slot_value(block, P.A_GROUP), slot_value(block, P.A_SIZE)
     staged = rows >= slot_value(block, P.A_STAGE_ROWS) or slot_value(block, P.A_DIRECT_K) == 0
     step = 32 if staged else 16
     key = first
     while key < last:
         end = min(last, key + step)
-        for head in range(field(task, P.T_HEADS)):
-            offset = (field(task, P.T_HEAD) + head) * slot_value(block, P.A_K_HEAD)
+        for head in range(slot_value(task, P.T_HEADS)):
+            offset = (slot_value(task, P.T_HEAD) + head) * slot_value(block, P.A_K_HEAD)
             if staged:
                 _stage(block, scratch, keys, offset, key, end, size, tag)
                 _score_block(block, scratch, task, head, start, key, end, staged_keys, 0, FLOAT32)
@@ -189,8 +180,8 @@ def _edit_scores(block, scores, low, high, seq, query_head, position):
 @inlined
 def _weigh_chunk(block, scratch, task, start, first, last, state):
     """Turn scores into weights, row by row; bring the rows' states to their new maxima."""
-    seq, group, tokens = field(task, P.T_SEQ), slot_value(block, P.A_GROUP), field(task, P.T_TOKENS)
-    rows, vectors = field(task, P.T_HEADS) * tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
+    seq, group, tokens = slot_value(task, P.T_SEQ), slot_value(block, P.A_GROUP), slot_value(task, P.T_TOKENS)
+    rows, vectors = slot_value(task, P.T_HEADS) * tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
     ranges, scores = scratch + slot_value(block, P.A_S_RANGE), scratch + slot_value(block, P.A_S_SCORE)
     maxima = state + rows * vectors * ROW_BYTES
     sums = maxima + rows * 4
@@ -202,8 +193,8 @@ def _weigh_chunk(block, scratch, task, start, first, last, state):
         high = min(last, get_i64(ranges + token * 16 + 8) - start)
         if low >= high:
             continue
-        query_head = (field(task, P.T_HEAD) + row // (group * tokens)) * group + row % group
-        position = field(task, P.T_TOKEN) + token + seq_len - q_len - start
+        query_head = (slot_value(task, P.T_HEAD) + row // (group * tokens)) * group + row % group
+        position = slot_value(task, P.T_TOKEN) + token + seq_len - q_len - start
         here = scores + row * SCORE_BYTES
         found = _edit_scores(block, here, low, high, seq, query_head, position)
         before = get_f32(maxima + row * 4)
@@ -227,7 +218,7 @@ def _value_block(block, scratch, task, head, start, first, last, addresses, offs
     Up to four rows share the keys that all of them see; before and after those, each row goes alone. A row's keys are
     taken in ascending order either way.
     """
-    group, tokens = slot_value(block, P.A_GROUP), field(task, P.T_TOKENS)
+    group, tokens = slot_value(block, P.A_GROUP), slot_value(task, P.T_TOKENS)
     rows, vectors = tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
     ranges = scratch + slot_value(block, P.A_S_RANGE)
     sums = state + head * rows * vectors * ROW_BYTES
@@ -265,14 +256,14 @@ def _value_block(block, scratch, task, head, start, first, last, addresses, offs
 def _value_chunk(block, scratch, task, start, first, last, state, tag):
     """Add the weighted values of a chunk: a few keys at a time, every head in turn."""
     values, staged_values = scratch + slot_value(block, P.A_S_VADDR), scratch + slot_value(block, P.A_S_SADDR)
-    rows, size = field(task, P.T_TOKENS) * slot_value(block, P.A_GROUP), slot_value(block, P.A_SIZE_V)
+    rows, size = slot_value(task, P.T_TOKENS) * slot_value(block, P.A_GROUP), slot_value(block, P.A_SIZE_V)
     staged = rows >= slot_value(block, P.A_STAGE_ROWS) or slot_value(block, P.A_DIRECT_V) == 0
     step = 32 if staged else 16
     key = first
     while key < last:
         end = min(last, key + step)
-        for head in range(field(task, P.T_HEADS)):
-            offset = (field(task, P.T_HEAD) + head) * slot_value(block, P.A_V_HEAD)
+        for head in range(slot_value(task, P.T_HEADS)):
+            offset = (slot_value(task, P.T_HEAD) + head) * slot_value(block, P.A_V_HEAD)
             if staged:
                 _stage(block, scratch, values, offset, key, end, size, tag)
                 _value_block(block, scratch, task, head, start, key, end, staged_values, 0, state, FLOAT32)
@@ -288,7 +279,7 @@ def _run_segment(block, scratch, task, low, high, state, tag):
     start = low // CHUNK * CHUNK
     while start < high:
         first, last = max(low - start, 0), min(high - start, CHUNK)
-        fill_addresses(block, field(task, P.T_SEQ), start, first, last, keys, values)
+        fill_addresses(block, slot_value(task, P.T_SEQ), start, first, last, keys, values)
         _score_chunk(block, scratch, task, start, first, last, tag)
         _weigh_chunk(block, scratch, task, start, first, last, state)
         _value_chunk(block, scratch, task, start, first, last, state, tag)
@@ -315,15 +306,15 @@ def add_segment(ranges, segment, into, other, heads, tokens, group, vectors):
 
 @inlined
 def _run_task(block, scratch, task, tag):
-    heads, tokens, group = field(task, P.T_HEADS), field(task, P.T_TOKENS), slot_value(block, P.A_GROUP)
+    heads, tokens, group = slot_value(task, P.T_HEADS), slot_value(task, P.T_TOKENS), slot_value(block, P.A_GROUP)
     rows, vectors = heads * tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
     ranges, total = scratch + slot_value(block, P.A_S_RANGE), scratch + slot_value(block, P.A_S_TOTAL)
-    partial, first = field(task, P.T_PARTIAL), field(task, P.T_FIRST_SEGMENT)
+    partial, first = slot_value(task, P.T_PARTIAL), slot_value(task, P.T_FIRST_SEGMENT)
     _read_queries(block, scratch, task, tag)
     fill_ranges(block, ranges, task)
     hull_low, hull_high = get_i64(ranges), get_i64(ranges + tokens * 16 - 8)
     _clear_state(total, rows, vectors)
-    for segment in range(first, field(task, P.T_LAST_SEGMENT)):
+    for segment in range(first, slot_value(task, P.T_LAST_SEGMENT)):
         state = scratch + slot_value(block, P.A_S_STATE)
         if partial >= 0:
             before = partial + (segment - first) * rows

@@ -10,24 +10,22 @@ from pagetile.backends.cpu.kernels.attend import (
     FLOAT32,
     _clear_state,
     add_segment,
-    field,
     fill_ranges,
-    vectors_of,
 )
-from pagetile.backends.cpu.kernels.elements import slot_value, take_ticket
+from pagetile.backends.cpu.kernels.elements import slot_value, take_ticket, vectors_of
 from pagetile.backends.cpu.kernels.finish import finish_rows
 from pagetile.backends.cpu.kernels.vector import ROW_BYTES
 
 
 @inlined
 def _combine_group(block, scratch, task):
-    heads, tokens, group = field(task, P.T_HEADS), field(task, P.T_TOKENS), slot_value(block, P.A_GROUP)
+    heads, tokens, group = slot_value(task, P.T_HEADS), slot_value(task, P.T_TOKENS), slot_value(block, P.A_GROUP)
     rows, vectors = heads * tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
     ranges, total = scratch + slot_value(block, P.A_S_RANGE), scratch + slot_value(block, P.A_S_TOTAL)
     fill_ranges(block, ranges, task)
     _clear_state(total, rows, vectors)
-    state = slot_value(block, P.A_PARTIALS) + field(task, P.T_PARTIAL) * (vectors * ROW_BYTES + 8)
-    for segment in range(field(task, P.T_FIRST_SEGMENT), field(task, P.T_LAST_SEGMENT)):
+    state = slot_value(block, P.A_PARTIALS) + slot_value(task, P.T_PARTIAL) * (vectors * ROW_BYTES + 8)
+    for segment in range(slot_value(task, P.T_FIRST_SEGMENT), slot_value(task, P.T_LAST_SEGMENT)):
         add_segment(ranges, segment, total, state, heads, tokens, group, vectors)
         state += rows * (vectors * ROW_BYTES + 8)
     dtype = slot_value(block, P.A_DTYPE)

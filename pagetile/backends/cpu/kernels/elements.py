@@ -70,10 +70,21 @@ def take_ticket(b, address):
     return b.atomic_rmw("add", at(b, address, i64), ir.Constant(i64, 1), "monotonic")
 
 
-@inlined
-def slot_value(block, slot):
-    """An integer slot of the parameter block."""
-    return get_i64(block + slot * 8)
+@emits(types.int64, A, A)
+def slot_value(b, block, slot):
+    """An integer slot of the parameter block, or field of a task."""
+    return load(b, advance(b, block, slot, 8), i64)
+
+
+@emits(types.void, A, A, A)
+def put_slot(b, block, slot, value):
+    store(b, value, advance(b, block, slot, 8))
+
+
+@emits(types.int64, A)
+def vectors_of(b, size):
+    """Vectors that hold ``size`` floats."""
+    return b.sdiv(b.add(size, ir.Constant(i64, W - 1)), ir.Constant(i64, W))
 
 
 @inlined

@@ -15,10 +15,11 @@ from pagetile.backends.cpu.kernels.elements import (
     get_i64,
     put_f32,
     slot_value,
+    vectors_of,
     write_strided,
 )
 from pagetile.backends.cpu.kernels.softmax import LN2, LOG2E, divide_row, exp2_of
-from pagetile.backends.cpu.kernels.vector import ROW_BYTES, W
+from pagetile.backends.cpu.kernels.vector import ROW_BYTES
 from pagetile.backends.cpu.tuning import SEGMENT
 
 _NONE = np.float32(-math.inf)
@@ -60,15 +61,15 @@ def _finish_row(block, query_head, sums, largest, total, vectors):
 @inlined
 def finish_rows(block, task, ranges, state, tag):
     """Write the rows of a task from their states."""
-    heads, tokens = get_i64(task + P.T_HEADS * 8), get_i64(task + P.T_TOKENS * 8)
+    heads, tokens = slot_value(task, P.T_HEADS), slot_value(task, P.T_TOKENS)
     group, size = slot_value(block, P.A_GROUP), slot_value(block, P.A_SIZE_V)
-    rows, vectors = heads * tokens * group, (size + W - 1) // W
+    rows, vectors = heads * tokens * group, vectors_of(size)
     maxima = state + rows * vectors * ROW_BYTES
-    start, _ = query_span(block, get_i64(task + P.T_SEQ * 8))
+    start, _ = query_span(block, slot_value(task, P.T_SEQ))
     for row in range(rows):
         token = row // group % tokens
-        query_head = (get_i64(task + P.T_HEAD * 8) + row // (group * tokens)) * group + row % group
-        query_row = start + get_i64(task + P.T_TOKEN * 8) + token
+        query_head = (slot_value(task, P.T_HEAD) + row // (group * tokens)) * group + row % group
+        query_row = start + slot_value(task, P.T_TOKEN) + token
         sums = state + row * vectors * ROW_BYTES
         if get_i64(ranges + token * 16) < get_i64(ranges + token * 16 + 8):
             largest, total = get_f32(maxima + row * 4), get_f32(maxima + (rows + row) * 4)

@@ -13,13 +13,14 @@ from numba import types
 
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import Kernel, inlined
-from pagetile.backends.cpu.kernels.attend import BFLOAT16, FLOAT16, FLOAT32, vectors_of
+from pagetile.backends.cpu.kernels.attend import BFLOAT16, FLOAT16, FLOAT32
 from pagetile.backends.cpu.kernels.elements import (
     get_f32,
     put_f32,
     read_strided,
     slot_value,
     take_ticket,
+    vectors_of,
     write_strided,
 )
 from pagetile.backends.cpu.kernels.softmax import clear_row

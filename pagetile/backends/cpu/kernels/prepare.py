@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import Kernel, inlined
 from pagetile.backends.cpu.kernels.address import key_span, query_span, visible
-from pagetile.backends.cpu.kernels.elements import get_i32, get_i64, index_at, put_i64, slot_value
+from pagetile.backends.cpu.kernels.elements import get_i32, get_i64, index_at, put_i64, put_slot, slot_value
 from pagetile.backends.cpu.tuning import SEGMENT
 
 BUCKETS = 128
@@ -13,10 +13,10 @@ BUCKETS = 128
 
 @inlined
 def fail(block, error, row, column, value):
-    put_i64(block + P.ERROR_ROW * 8, row)
-    put_i64(block + P.ERROR_COLUMN * 8, column)
-    put_i64(block + P.ERROR_VALUE * 8, value)
-    put_i64(block + P.ERROR * 8, error)
+    put_slot(block, P.ERROR_ROW, row)
+    put_slot(block, P.ERROR_COLUMN, column)
+    put_slot(block, P.ERROR_VALUE, value)
+    put_slot(block, P.ERROR, error)
 
 
 @inlined
@@ -96,14 +96,14 @@ def _check_all(block):
 
 @inlined
 def _put_record(record, seq, head, heads, token, tokens, first, last, partial):
-    put_i64(record + P.T_SEQ * 8, seq)
-    put_i64(record + P.T_HEAD * 8, head)
-    put_i64(record + P.T_HEADS * 8, heads)
-    put_i64(record + P.T_TOKEN * 8, token)
-    put_i64(record + P.T_TOKENS * 8, tokens)
-    put_i64(record + P.T_FIRST_SEGMENT * 8, first)
-    put_i64(record + P.T_LAST_SEGMENT * 8, last)
-    put_i64(record + P.T_PARTIAL * 8, partial)
+    put_slot(record, P.T_SEQ, seq)
+    put_slot(record, P.T_HEAD, head)
+    put_slot(record, P.T_HEADS, heads)
+    put_slot(record, P.T_TOKEN, token)
+    put_slot(record, P.T_TOKENS, tokens)
+    put_slot(record, P.T_FIRST_SEGMENT, first)
+    put_slot(record, P.T_LAST_SEGMENT, last)
+    put_slot(record, P.T_PARTIAL, partial)
 
 
 @inlined
@@ -187,8 +187,8 @@ def _prepare(block):
             tasks, groups, partial_rows = _add_tile(block, seq, token, tokens, tasks, groups, partial_rows)
             token += tokens
     _order_tasks(block, tasks)
-    put_i64(block + P.A_NUM_TASKS * 8, tasks)
-    put_i64(block + P.A_NUM_GROUPS * 8, groups)
+    put_slot(block, P.A_NUM_TASKS, tasks)
+    put_slot(block, P.A_NUM_GROUPS, groups)
 
 
 def attend_prepare(block):

@@ -14,7 +14,7 @@ from numba import types
 
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import Kernel, inlined
-from pagetile.backends.cpu.kernels.elements import index_at, put_i64, slot_value, take_ticket
+from pagetile.backends.cpu.kernels.elements import index_at, put_slot, slot_value, take_ticket
 from pagetile.backends.cpu.kernels.vector import ROW_BYTES, advance, counted, emits, i8, i64, load, store
 
 _PACK = ir.VectorType(i8, ROW_BYTES)
@@ -71,9 +71,9 @@ def _check_slots(block):
     for row in range(slot_value(block, P.W_COUNT)):
         slot = _slot(block, row)
         if slot >= limit:
-            put_i64(block + P.ERROR_ROW * 8, row)
-            put_i64(block + P.ERROR_VALUE * 8, slot)
-            put_i64(block + P.ERROR * 8, P.BAD_SLOT)
+            put_slot(block, P.ERROR_ROW, row)
+            put_slot(block, P.ERROR_VALUE, slot)
+            put_slot(block, P.ERROR, P.BAD_SLOT)
             return False
     return True
 
