@@ -125,8 +125,8 @@ def flash_attn_varlen_func(
         seq_lens=seqused_k,
         key_start_loc=cu_seqlens_k,
         block_table=block_table,
-        max_q_len=max_seqlen_q if type(max_seqlen_q) is int else host_int("max_seqlen_q", max_seqlen_q),
-        max_k_len=max_seqlen_k if type(max_seqlen_k) is int else host_int("max_seqlen_k", max_seqlen_k),
+        max_q_len=host_int("max_seqlen_q", max_seqlen_q),
+        max_k_len=host_int("max_seqlen_k", max_seqlen_k),
         scale=default_scale(q, softmax_scale),
         window=normalize_window(window_size, causal),
         softcap=check_softcap(softcap) if softcap else 0.0,
@@ -135,7 +135,7 @@ def flash_attn_varlen_func(
         k_scale=k_descale,
         v_scale=v_descale,
         kv_cache_dtype=kv_cache_dtype,
-        num_splits=num_splits if type(num_splits) is int else host_int("num_splits", num_splits),
+        num_splits=host_int("num_splits", num_splits),
         batch_invariant=batch_invariant,
         workspace=workspace,
         backend=backend,
@@ -150,8 +150,10 @@ def attend(args: AttendArgs, names: Names = VARLEN) -> tuple[Tensor, Tensor | No
     """Run an attention, allocating what is missing: directly where that is all there is to it, else as an op."""
     if is_plain(args.q, args.k, args.v, args.query_start_loc, args.seq_lens, args.block_table):
         return run_attend(args, names)
+    for name, tensor in args.tensors(names):
+        require_tensor(name, tensor)
     if torch.is_grad_enabled():
-        check_no_grad(_inputs(args, names))
+        check_no_grad((*args.tensors(names), ("k_descale", args.k_scale), ("v_descale", args.v_scale)))
     check_validate(args.validate, args.q.device)
     inputs = op_arguments(args)
     q, out, lse = args.q, args.out, args.lse
@@ -175,16 +177,13 @@ def run_attend(args: AttendArgs, names: Names = VARLEN) -> tuple[Tensor, Tensor 
 def plan_attend(args: AttendArgs, names: Names = VARLEN) -> Plan:
     """The validated problem and its backend; kept by everything that does not depend on data."""
     if torch.is_grad_enabled():
-        check_no_grad(_inputs(args, names))
+        check_no_grad((*args.tensors(names), ("k_descale", args.k_scale), ("v_descale", args.v_scale)))
     q, k, v, loc, lens, table = args.q, args.k, args.v, args.query_start_loc, args.seq_lens, args.block_table
     if args.validate is not False:
         check_validate(args.validate, q.device)
-    for name, tensor in ((names.k, k), (names.v, v), (names.query_start_loc, loc)):
-        if not isinstance(tensor, Tensor):
-            require_tensor(name, tensor)
     aligned = not (k.data_ptr() | v.data_ptr()) & 15
     plan_key = (
-        names.q,
+        "attend",
         (q.shape, q.stride(), q.dtype, q.device),
         (k.shape, k.stride(), k.dtype, k.device),
         (v.shape, v.stride(), v.dtype, v.device),
@@ -352,17 +351,6 @@ def check_keys(k: Any, cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> N
             "neither cu_seqlens_k nor block_table is given; pass cu_seqlens_k, int32 [B + 1], with ragged k and v, "
             "or block_table and seqused_k with a paged cache"
         )
-
-
-def _inputs(args: AttendArgs, names: Names) -> tuple[tuple[str, Any], ...]:
-    return (
-        (names.q, args.q),
-        (names.k, args.k),
-        (names.v, args.v),
-        ("k_descale", args.k_scale),
-        ("v_descale", args.v_scale),
-        *args.optional(),
-    )
 
 
 def _optional_keys(args: AttendArgs) -> tuple[Any, ...]:

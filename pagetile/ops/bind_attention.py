@@ -79,9 +79,18 @@ class AttendArgs:
     validate: bool | str = False
     with_lse: bool = False
 
-    def optional(self) -> tuple[tuple[str, Tensor | None], ...]:
-        """The tensors that may be absent and whose names never change."""
-        return (
+    def tensors(self, names: Names) -> list[tuple[str, Tensor]]:
+        """The tensors that are there (scales apart), with the names that the caller knows them by."""
+        required = [
+            (names.q, self.q),
+            (names.k, self.k),
+            (names.v, self.v),
+            (names.query_start_loc, self.query_start_loc),
+        ]
+        optional = (
+            (names.seq_lens, self.seq_lens),
+            (names.key_start_loc, self.key_start_loc),
+            (names.key_starts, self.key_starts),
             ("block_table", self.block_table),
             ("alibi_slopes", self.alibi_slopes),
             ("s_aux", self.sinks),
@@ -89,6 +98,7 @@ class AttendArgs:
             ("out", self.out),
             ("lse", self.lse),
         )
+        return required + [(name, tensor) for name, tensor in optional if tensor is not None]
 
 
 def bind_attend(args: AttendArgs, aligned: bool, names: Names = VARLEN) -> AttendProblem:
@@ -100,7 +110,8 @@ def bind_attend(args: AttendArgs, aligned: bool, names: Names = VARLEN) -> Atten
         ShapeError, DTypeError, DeviceError, ArgumentError: see :func:`pagetile.flash_attn_varlen_func`.
     """
     q, k, v = args.q, args.k, args.v
-    _bind_devices(args, names)
+    for name, tensor in args.tensors(names):
+        require_device(name, require_tensor(name, tensor), names.q, q.device)
     sizes = Sizes()
     sizes.bind(names.q, q, "T Hq D")
     kind = bind_kind(names.q, q, names.v, q, names.k, k, names.v, v, args.kv_cache_dtype)
@@ -164,26 +175,6 @@ def bind_attend(args: AttendArgs, aligned: bool, names: Names = VARLEN) -> Atten
         scale=finest(*covers),
         aligned=aligned and aligned_strides(k) and aligned_strides(v),
     )
-
-
-def _bind_devices(args: AttendArgs, names: Names) -> None:
-    required = (
-        (names.q, args.q),
-        (names.k, args.k),
-        (names.v, args.v),
-        (names.query_start_loc, args.query_start_loc),
-    )
-    optional = (
-        (names.seq_lens, args.seq_lens),
-        (names.key_start_loc, args.key_start_loc),
-        (names.key_starts, args.key_starts),
-        *args.optional(),
-    )
-    for name, tensor in required:
-        require_tensor(name, tensor)
-    for name, tensor in (*required, *optional):
-        if tensor is not None:
-            require_device(name, require_tensor(name, tensor), names.q, args.q.device)
 
 
 def _bind_paged(args: AttendArgs, names: Names, sizes: Sizes) -> None:

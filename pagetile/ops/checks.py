@@ -82,8 +82,10 @@ def host_int(name: str, value: Any) -> int:
     Raises:
         ArgumentError: it is not an integer, or it is negative.
     """
+    if type(value) is int and value >= 0:
+        return value
     if isinstance(value, Tensor):
-        raise ArgumentError(f"{name} is a tensor; pass a Python int, known on the host ({name} is an upper bound)")
+        raise ArgumentError(f"{name} is a tensor; pass a Python int, known on the host")
     if not isinstance(value, torch.SymInt):
         try:
             value = operator.index(value)

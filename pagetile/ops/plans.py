@@ -11,6 +11,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from pagetile.backends.protocol import Backend
 from pagetile.contracts.problem import Problem
 
@@ -59,7 +61,9 @@ PLANS = Plans()
 
 
 def tensor_key(tensor: Any) -> Hashable:
-    """What a plan depends on in an optional tensor, a float or None."""
+    """What a plan depends on in an optional tensor, a float or None; anything else is refused when the plan is made."""
     if tensor is None or isinstance(tensor, float):
         return tensor
+    if not isinstance(tensor, Tensor):
+        return type(tensor)
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
