@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagetile.contracts.errors import ArgumentError, PagetileError
+from pagetile.cli.errors import user_errors
+from pagetile.contracts.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from pagetile.inspect.run import Run
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the windows' commands to the command line."""
-    for command in (explain, coalesce, softmax):
+    for command in (explain, coalesce, softmax, trace, audit, map, view):
         app.command()(command)
 
 
-def _says_why(command: Callable[..., None]) -> Callable[..., None]:
-    """A refusal is a message on standard error and exit code 2, not a traceback."""
+def _refusing(command: Callable[..., None]) -> Callable[..., None]:
+    """What a user can put right is one line on standard error, not a traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> None:
-        try:
+        with user_errors():
             command(*args, **options)
-        except PagetileError as error:
-            print(f"pagetile: {error}", file=sys.stderr)
-            raise typer.Exit(2) from None
 
     return run
 
@@ -48,7 +48,7 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-@_says_why
+@_refusing
 def explain(
     position: Annotated[int | None, typer.Option(help="Position of the request, from 0.")] = None,
     slot: Annotated[int | None, typer.Option(help="The way back: a slot of the cache.")] = None,
@@ -121,7 +121,7 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-@_says_why
+@_refusing
 def coalesce(
     pattern: Annotated[str, typer.Option(help="scalar, pack or scattered.")] = "scalar",
     dtype: Annotated[str, typer.Option(help="Of the elements loaded.")] = "half",
@@ -167,7 +167,7 @@ def coalesce(
         )
 
 
-@_says_why
+@_refusing
 def softmax(
     keys: Annotated[int, typer.Option(help="Keys of the row, drawn from a seed.")] = 37,
     head_size: Annotated[int, typer.Option(help="Elements of a head.")] = 64,
@@ -229,3 +229,187 @@ def _row_from(file: Path) -> tuple[Any, Any, Any]:
     if missing:
         raise ArgumentError(f"{file} has {sorted(found)}, and no {' and no '.join(missing)}")
     return found["q"], found["k"], found["v"]
+
+
+Prompts = Annotated[list[str] | None, typer.Argument(help="One or more prompts.")]
+PromptsFile = Annotated[Path | None, typer.Option("--prompts-file", "-f", help="A file of prompts, one a line.")]
+Model = Annotated[str | None, typer.Option(help="Folder of a model, or a .gguf file. Default: SmolLM2-135M-Instruct.")]
+Chat = Annotated[bool | None, typer.Option("--chat/--raw", help="Prompts are a user's turn, or plain text.")]
+MaxTokens = Annotated[int, typer.Option(help="New tokens at most, for each answer.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
+NumBlocks = Annotated[str, typer.Option(help="Blocks in the pool, or auto.")]
+BatchTokens = Annotated[int, typer.Option(help="Tokens that one step computes at most.")]
+Backend = Annotated[str, typer.Option(help="auto, cpu, triton, hopper or reference.")]
+
+
+@_refusing
+def trace(
+    prompts: Prompts = None,
+    prompts_file: PromptsFile = None,
+    model: Model = None,
+    chat: Chat = None,
+    max_tokens: MaxTokens = 32,
+    block_size: BlockSize = 16,
+    num_blocks: NumBlocks = "64",
+    max_batch_tokens: BatchTokens = 512,
+    backend: Backend = "auto",
+    save: Annotated[Path | None, typer.Option(help="Keep the run: run.json or run.json.gz.")] = None,
+    chrome: Annotated[Path | None, typer.Option(help="Chrome trace JSON, for ui.perfetto.dev.")] = None,
+    page: Annotated[Path | None, typer.Option(help="The page of pagetile view, FILE.html.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Answer prompts and record it: who owned which block when, what each step wrote and read."""
+    from pagetile.inspect import chrome as chrome_json
+    from pagetile.inspect import figures
+    from pagetile.inspect.view import write_page
+
+    run = _record(prompts, prompts_file, model, chat, max_tokens, block_size, num_blocks, max_batch_tokens, backend)
+    if save is not None:
+        run.save(save)
+    if chrome is not None:
+        chrome_json.save(run, chrome)
+    if page is not None:
+        write_page(run, page)
+    if as_json:
+        _print_json(figures.summary(run))
+        return
+    print(*figures.summary_lines(run), sep="\n")
+    for path in (save, chrome, page):
+        if path is not None:
+            print(f"wrote {path} ({figures.size(path.stat().st_size)})")
+
+
+def _record(
+    prompts: list[str] | None,
+    prompts_file: Path | None,
+    model: str | None,
+    chat: bool | None,
+    max_tokens: int,
+    block_size: int,
+    num_blocks: str,
+    max_batch_tokens: int,
+    backend: str,
+) -> Run:
+    from pagetile.cli.generate import as_prompt, parse_num_blocks, read_prompts
+
+    texts = read_prompts(prompts or [], prompts_file)
+    from pagetile.engine import LLM, SamplingParams
+    from pagetile.inspect.recorder import Recorder
+
+    llm = LLM(
+        model,
+        block_size=block_size,
+        num_blocks=parse_num_blocks(num_blocks),  # type: ignore[arg-type]
+        max_batch_tokens=max_batch_tokens,
+        backend=backend,
+    )
+    asked = [as_prompt(llm, text, chat) for text in texts]
+    with llm, Recorder(llm.engine, title="Paged cache, step by step", model=Path(llm.source).stem) as recorder:
+        llm.generate(asked, SamplingParams(max_tokens=max_tokens))
+    return recorder.run
+
+
+@_refusing
+def audit(
+    file: Annotated[Path, typer.Argument(help="A run (pagetile trace --save) or a pool (PoolState.save).")],
+    as_json: Json = False,
+) -> None:
+    """Look for faults: double owners, leaks, duplicate slots, NaN in live slots, dead slots that were read."""
+    from dataclasses import asdict
+
+    from pagetile.inspect.audit import audit_pool, audit_run
+
+    run, pool = _load(file)
+    found = audit_run(run) if run is not None else audit_pool(pool)
+    if as_json:
+        _print_json([asdict(finding) for finding in found])
+    elif found:
+        print(*found, sep="\n")
+    else:
+        what = f"{len(run.steps)} steps" if run is not None else f"{sum(len(g.refs) for g in pool.groups)} blocks"
+        print(f"nothing is wrong in {what}")
+    if found:
+        raise typer.Exit(1)
+
+
+@_refusing
+def map(
+    file: Annotated[Path, typer.Argument(help="A run (pagetile trace --save) or a pool (PoolState.save).")],
+    step: Annotated[int, typer.Option(help="Of a run; negative counts from the end.")] = -1,
+    group: Annotated[str | None, typer.Option(help="Group of layers; the first by default.")] = None,
+    width: Annotated[int, typer.Option(help="Blocks a line.")] = 64,
+) -> None:
+    """Draw the pool: one character a block, a letter for who holds it."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from pagetile.inspect.poolmap import map_of_pool, map_of_run
+
+    if width < 1:
+        raise ArgumentError(f"--width is {width}; a line has at least 1 block")
+    run, pool = _load(file)
+    if run is not None:
+        index = step + len(run.steps) if step < 0 else step
+        if not 0 <= index < len(run.steps):
+            raise ArgumentError(f"--step is {step}, and the run has {len(run.steps)} steps")
+        drawn = next(map_of_run(run, s, run.group(group).name) for s in run.states() if s.index == index)
+    else:
+        names = [g.name for g in pool.groups]
+        if group is not None and group not in names:
+            raise ArgumentError(f"--group is {group!r}; the pool has {names}")
+        drawn = map_of_pool(pool.groups[names.index(group) if group else 0], pool.block_size)
+    console = Console(highlight=False, width=max(80, width + 12))
+    digits = len(str(max(0, len(drawn.cells) - 1)))
+    console.print(drawn.title)
+    for at in range(0, len(drawn.cells), width):
+        line = Text(f"{at:>{digits}}  ")
+        for sign, owner in zip(drawn.cells[at : at + width], drawn.owner[at : at + width], strict=True):
+            line.append(sign, style=_style(owner))
+        console.print(line)
+    for letter, what in drawn.legend:
+        console.print(Text.assemble((letter, "bold"), f"  {what}"))
+
+
+def _style(owner: int | None) -> str:
+    colours = ("cyan", "yellow", "green", "magenta", "blue", "red")
+    return "dim" if owner is None else "bold reverse" if owner < 0 else colours[owner % len(colours)]
+
+
+def _load(file: Path) -> tuple[Any, Any]:
+    """A run and None, or None and a pool."""
+    from pagetile.inspect.poolstate import PoolState
+    from pagetile.inspect.run import Run
+
+    if file.is_file() and file.suffix != ".gz" and file.read_bytes()[:32].find(b'"pagetile_pool"') >= 0:
+        return None, PoolState.load(file)
+    return Run.load(file), None
+
+
+@_refusing
+def view(
+    file: Annotated[Path, typer.Argument(help="The page to write, FILE.html.")],
+    prompts: Prompts = None,
+    run: Annotated[Path | None, typer.Option(help="A run that pagetile trace saved; else prompts are run now.")] = None,
+    prompts_file: PromptsFile = None,
+    model: Model = None,
+    chat: Chat = None,
+    max_tokens: MaxTokens = 32,
+    block_size: BlockSize = 16,
+    num_blocks: NumBlocks = "64",
+    max_batch_tokens: BatchTokens = 512,
+    backend: Backend = "auto",
+) -> None:
+    """Write one self-contained page that plays a recorded run."""
+    from pagetile.inspect.figures import size
+    from pagetile.inspect.run import Run
+    from pagetile.inspect.view import write_page
+
+    if run is not None and (prompts or prompts_file):
+        raise ArgumentError("give either --run or prompts")
+    recorded = (
+        Run.load(run)
+        if run is not None
+        else _record(prompts, prompts_file, model, chat, max_tokens, block_size, num_blocks, max_batch_tokens, backend)
+    )
+    write_page(recorded, file)
+    print(f"wrote {file} ({size(file.stat().st_size)}, {len(recorded.steps)} steps)")
