@@ -1,0 +1,201 @@
+"""The three verbs of :class:`pagetile.backends.protocol.Backend` in plain Triton, and the checks of device values."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
+from pagetile.backends.triton import available, tuning
+from pagetile.backends.triton.deferred import error_word, raise_deferred
+from pagetile.contracts.dtypes import FLOATING
+from pagetile.contracts.problem import AttendProblem, MergeProblem, Problem, WriteProblem
+
+if TYPE_CHECKING:
+    from pagetile.backends.triton.calls import Kept
+
+MAX_HEAD_SIZE = 576
+
+
+@functools.cache
+def device_facts(index: int) -> tuning.DeviceFacts:
+    """The facts of one device; of an H200 where there is no GPU (interpreter)."""
+    if not torch.cuda.is_available():
+        return tuning.DeviceFacts()
+    properties = torch.cuda.get_device_properties(index)
+    return tuning.DeviceFacts(
+        properties.multi_processor_count,
+        getattr(properties, "shared_memory_per_block_optin", 101376),
+        (properties.major, properties.minor),
+    )
+
+
+class TritonBackend:
+    """Portable GPU kernels. Runs on CUDA tensors, or on CPU tensors under ``TRITON_INTERPRET=1``."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._kept: Kept | None = None
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Every reason why this backend cannot take ``problem``; looks at files and versions, compiles nothing."""
+        reasons = list(available.machine_reasons())
+        if reasons and "triton cannot be imported" in reasons[0]:
+            return reasons
+        reasons += available.device_reasons(problem.device)
+        if problem.dtype not in FLOATING:
+            reasons.append(f"{problem.dtype} is not one of {', '.join(FLOATING)}")
+        elif not isinstance(problem, WriteProblem) and problem.dtype == "bfloat16" and problem.device == "cpu":
+            reasons.append("Triton's interpreter computes with bfloat16 as if it were integers")
+        if isinstance(problem, MergeProblem):
+            return reasons
+        if problem.layout == "xpacked":
+            reasons.append("the x-packed layout is not implemented for Triton; the caches must be [NB, BS, Hkv, D]")
+        if problem.kind not in FLOATING:
+            reasons.append(f"caches of {problem.kind} are not implemented for Triton; store {problem.dtype}")
+        elif problem.kind != problem.dtype:
+            reasons.append(f"{problem.dtype} queries or tokens over a cache of {problem.kind}: the two must agree")
+        if problem.scale != "none" and problem.kind in FLOATING and isinstance(problem, AttendProblem):
+            reasons.append(f"{problem.scale} scales over a cache of {problem.kind} are not implemented for Triton")
+        if max(problem.head_size, problem.head_size_v) > MAX_HEAD_SIZE:
+            reasons.append(
+                f"head sizes up to {MAX_HEAD_SIZE} are possible, got {problem.head_size}/{problem.head_size_v}"
+            )
+        return reasons
+
+    def plan(self, problem: Problem, device: int = 0) -> tuning.AttendPlan | tuning.WritePlan | tuple[int, int, int]:
+        """What a problem would launch, with reasons; printable."""
+        if isinstance(problem, AttendProblem):
+            return tuning.plan_attend(problem, device_facts(device))
+        if isinstance(problem, WriteProblem):
+            return tuning.plan_write(problem, device_facts(device))
+        return tuning.plan_merge(problem)
+
+    def write(self, call: WriteCall) -> None:
+        """Store keys and values at their slots; negative slots are skipped, slots past the cache too (and reported)."""
+        slots = call.slot_mapping
+        if not slots.shape[0] or not call.key.shape[1]:
+            return
+        key, value, key_cache, value_cache = call.key, call.value, call.key_cache, call.value_cache
+        name = (
+            id(call.problem), key.stride(), value.stride(), key_cache.stride(), value_cache.stride(), slots.shape,
+            slots.dtype, key_cache.shape, key.device,
+        )  # fmt: skip
+        kept = self._kept or self._prepare()
+        found = kept.get(name)
+        if found is None:
+            from pagetile.backends.triton.calls import write_launch
+
+            plan = tuning.plan_write(call.problem, device_facts(key.device.index or 0))
+            found = kept.put(name, (call.problem, write_launch(call, plan)))
+        if slots.stride(0) != 1:
+            slots = slots.contiguous()
+        self._on(key.device, found[1], key, value, key_cache, value_cache, slots, error_word(key.device))
+
+    def attend(self, call: AttendCall) -> None:
+        """Fill ``out`` (and ``lse``): one state over the keys each query sees."""
+        problem = call.problem
+        if not problem.num_tokens or not problem.max_q_len or call.query_start_loc.shape[0] < 2:
+            return
+        q, lse, table, slopes = call.q, call.lse, call.block_table, call.alibi_slopes
+        name = (
+            id(problem), q.stride(), call.k.stride(), call.v.stride(), call.out.stride(),
+            None if lse is None else lse.stride(), call.k.shape[0],
+            None if table is None else (table.stride(0), table.shape[1], table.dtype), call.scale, call.window,
+            call.softcap, None if slopes is None else slopes.stride(), call.sinks is None, call.key_starts is None,
+            q.device,
+        )  # fmt: skip
+        kept = self._kept or self._prepare()
+        launches = kept.get(name)
+        if launches is None:
+            from pagetile.backends.triton.calls import AttendLaunches
+
+            plan = tuning.plan_attend(problem, device_facts(q.device.index or 0))
+            launches = kept.put(name, AttendLaunches(call, plan))
+        index = q.device.index or 0
+        error = error_word(q.device)
+        if q.is_cuda and torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                launches(call, index, error)
+        else:
+            launches(call, index, error)
+
+    def merge(self, call: MergeCall) -> None:
+        """Fill ``out`` (and ``out_lse``): the sum of two states."""
+        if not call.out.shape[0] or not call.out.shape[1]:
+            return
+        out_lse = call.out_lse
+        name = (
+            id(call.problem), call.out.stride(), call.a.stride(), call.b.stride(), call.out.shape,
+            None if out_lse is None else out_lse.stride(), call.a_lse.stride(), call.b_lse.stride(),
+            call.a.dtype, call.b.dtype, call.out.dtype, call.out.device,
+        )  # fmt: skip
+        kept = self._kept or self._prepare()
+        found = kept.get(name)
+        if found is None:
+            from pagetile.backends.triton.calls import merge_launch
+
+            found = kept.put(name, (call.problem, merge_launch(call)))
+        lse = call.a_lse if out_lse is None else out_lse
+        self._on(call.out.device, found[1], call.out, lse, call.a, call.a_lse, call.b, call.b_lse)
+
+    def slots_on_device(
+        self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_size: int, num_tokens: int,
+        num_blocks: int = 2**31 - 1, positions: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One kernel for :func:`pagetile.contracts.metadata.slots_on_device`, which has the arguments and the rules.
+
+        Args:
+            num_blocks: ids from here on become -1 too.
+            positions: int32 or int64 ``[num_tokens]``, filled with each row's position (0 in padded rows), or None.
+        """
+        from pagetile.backends.triton.checks import slots_launch
+
+        slots = torch.empty(num_tokens, dtype=torch.int64, device=block_table.device)
+        if num_tokens:
+            launch = slots_launch(block_table, block_size, num_tokens, num_blocks, positions is not None)
+            where = slots if positions is None else positions
+            self._on(slots.device, launch, slots, where, query_start_loc, seq_lens, block_table)
+        return slots
+
+    def check(self, call: WriteCall | AttendCall) -> None:
+        """``validate=True``: look at every slot or needed block id with a kernel and one synchronisation.
+
+        Raises:
+            SlotError, BlockTableError: naming the first offender; nothing has been written.
+            UnsupportedError: a CUDA graph is being captured, which cannot wait for an answer.
+        """
+        from pagetile.backends.triton.checks import check_call
+
+        check_call(call, self._on)
+
+    def raise_deferred(self, device: torch.device | None = None) -> None:
+        """``validate="deferred"``: raise what kernels have found so far; see :mod:`.deferred`."""
+        raise_deferred(device)
+
+    def forget(self) -> None:
+        """Drop built launches and cached launchers."""
+        from pagetile.backends.triton import launch
+
+        (self._kept or self._prepare()).clear()
+        launch.forget()
+
+    def _prepare(self) -> Kept:
+        from pagetile.backends.triton.calls import Kept
+
+        self._kept = self._kept or Kept()
+        return self._kept
+
+    @staticmethod
+    def _on(device: torch.device, launch, *tensors: Tensor) -> None:
+        """Launch on the tensors' device; the current device is the same afterwards."""
+        index = device.index or 0
+        if device.type == "cuda" and torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                launch(index, *tensors)
+        else:
+            launch(index, *tensors)

@@ -1,0 +1,351 @@
+"""From a call and its plan to launches: everything but the pointers, which are read at every call.
+
+What is built here is kept under the strides, sizes and flags it was built from (:class:`Kept`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
+from pagetile.backends.triton.attend import attend_kernel
+from pagetile.backends.triton.invariant import combine_in_order_kernel, invariant_kernel
+from pagetile.backends.triton.launch import Launch
+from pagetile.backends.triton.merge import merge_kernel
+from pagetile.backends.triton.split import combine_kernel, split_kernel
+from pagetile.backends.triton.tuning import (
+    AttendPlan,
+    InvariantPlan,
+    RowsPlan,
+    SplitPlan,
+    Tile,
+    WritePlan,
+    partial_bytes,
+    plan_merge,
+    power_of_two,
+)
+from pagetile.backends.triton.write import write_heads_kernel, write_span_kernel
+from pagetile.contracts.errors import ArgumentError
+
+LOG2E = 1.4426950408889634
+MAX_KEPT = 4096
+FAR = 1 << 29
+"""A window side longer than any sequence that fits in memory; keeps position arithmetic inside 31 bits."""
+
+
+class Kept:
+    """Built launches by key, the oldest dropped when there are too many; holds what its keys name by identity."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple, Any] = {}
+        self.get = self._kept.get
+
+    def put(self, key: tuple, value: Any) -> Any:
+        """Keep ``value``; safe when several threads build the same key."""
+        while len(self._kept) >= MAX_KEPT:
+            self._kept.pop(next(iter(self._kept), None), None)
+        self._kept[key] = value
+        return value
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def log2_block(block_size: int) -> int:
+    """The shift of a power-of-two block size, or -1 for division at run time."""
+    return block_size.bit_length() - 1 if block_size > 0 and block_size & (block_size - 1) == 0 else -1
+
+
+class AttendLaunches:
+    """The launches of one attention; call it with a call of the same shape."""
+
+    def __init__(self, call: AttendCall, plan: AttendPlan) -> None:
+        self.problem = call.problem  # held, since the key names it by identity
+        self.plan = plan
+        self.stages: list[tuple[str, Launch]] = []
+        self.partials: tuple[int, int, int] | None = None  # floats of acc, of peak, in all
+        if plan.rows:
+            self.stages.append(("attend", _rows_launch(call, plan.rows)))
+        if plan.split:
+            self._size_partials(plan.split if plan.split.combine else None)
+            self.stages.append(("split", _split_launch(call, plan.split)))
+            if plan.split.combine:
+                self.stages.append(("combine", _combine_launch(call, plan.split)))
+        if plan.invariant:
+            self._size_partials(plan.invariant if plan.invariant.spread else None)
+            self.stages.append(("split", _invariant_launch(call, plan.invariant)))
+            if plan.invariant.spread:
+                self.stages.append(("combine", _combine_in_order_launch(call, plan.invariant)))
+
+    def _size_partials(self, plan: SplitPlan | InvariantPlan | None) -> None:
+        if plan is None:
+            return
+        states = partial_bytes(self.problem, plan) // (4 * (self.problem.head_size_v + 2))
+        states = -(-states // 4) * 4  # keeps the second and third part 16-byte aligned
+        self.partials = (states * self.problem.head_size_v, states, states * (self.problem.head_size_v + 2))
+
+    def workspace(self, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
+        """``(sums, peaks, totals)``: the caller's workspace, or memory of the current stream.
+
+        The caching allocator hands memory of a stream out again in the order of that stream, and memory of a captured
+        graph within that graph, so nothing is kept here that two streams or two graphs could share.
+        """
+        if self.partials is None:
+            return call.q, call.q, call.q
+        sums, states, total = self.partials
+        buffer = call.workspace
+        if buffer is None:
+            buffer = torch.empty(total, dtype=torch.float32, device=call.q.device)
+        else:
+            buffer = _as_float32(buffer, total)
+        return buffer, buffer[sums:], buffer[sums + states :]
+
+    def __call__(self, call: AttendCall, device: int, error: Tensor) -> None:
+        q = call.q
+        lse = q if call.lse is None else call.lse
+        lens: Any = call.key_start_loc if call.block_table is None else call.seq_lens
+        table = q if call.block_table is None else call.block_table
+        starts = q if call.key_starts is None else call.key_starts
+        slopes = q if call.alibi_slopes is None else call.alibi_slopes
+        sinks = q if call.sinks is None else call.sinks
+        loc = call.query_start_loc
+        partial = self.workspace(call) if self.partials else (q, q, q)
+        for name, launch in self.stages:
+            if name == "attend":
+                launch(device, q, call.k, call.v, call.out, lse, loc, lens, table, starts, slopes, sinks, error)
+            elif name == "split":
+                launch(
+                    device, q, call.k, call.v, call.out, lse, *partial, loc, lens, table, starts, slopes, sinks, error
+                )  # fmt: skip
+            else:
+                launch(device, call.out, lse, *partial, loc, lens, starts, sinks)
+
+
+def _as_float32(buffer: Tensor, total: int) -> Tensor:
+    """The caller's workspace as float32.
+
+    Raises:
+        ArgumentError: it is not contiguous, or too small.
+    """
+    if not buffer.is_contiguous() or buffer.numel() * buffer.element_size() < 4 * total:
+        raise ArgumentError(
+            f"workspace has {buffer.numel() * buffer.element_size()} bytes (contiguous: {buffer.is_contiguous()}), but "
+            f"this problem needs {4 * total} contiguous bytes; pass a larger one, or None"
+        )
+    return buffer.view(-1).view(torch.uint8)[: 4 * total].view(torch.float32)
+
+
+def _query_strides(call: AttendCall) -> tuple[int, ...]:
+    return call.q.stride(0), call.q.stride(1)
+
+
+def _cache_strides(x: Tensor) -> tuple[int, int, int]:
+    """``(block, token, head)`` strides of K or V; a ragged one has no block stride."""
+    return (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 4 else (0, x.stride(0), x.stride(1))
+
+
+def _result_strides(call: AttendCall) -> tuple[int, ...]:
+    lse = (call.lse.stride(0), call.lse.stride(1)) if call.lse is not None else (0, 0)
+    return call.out.stride(0), call.out.stride(1), *lse
+
+
+def _sizes(call: AttendCall) -> tuple[int, int, int]:
+    """``(columns of the table, blocks of the cache, block size)``."""
+    if call.block_table is None:
+        return 0, 0, 1
+    return call.block_table.shape[1], call.k.shape[0], call.k.shape[1]
+
+
+def _table_strides(call: AttendCall) -> tuple[int, int]:
+    table = 0 if call.block_table is None else call.block_table.stride(0)
+    slopes = call.alibi_slopes
+    return table, slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
+
+
+def _window(call: AttendCall) -> tuple[int, int]:
+    return min(max(call.window[0], 0), FAR), min(max(call.window[1], 0), FAR)
+
+
+def _score(call: AttendCall) -> tuple[float, float]:
+    """The two factors of a score: base 2 without a softcap; with one, what its argument and its value are scaled by."""
+    if call.softcap:
+        return call.scale / call.softcap, float(call.softcap)
+    return call.scale * LOG2E, 0.0
+
+
+def _tile_constants(tile: Tile, group: int) -> dict[str, int]:
+    return {
+        "GROUP": group,
+        "HEADS": tile.heads,
+        "HEAD_TILES": tile.head_tiles,
+        "ROWS": tile.rows,
+        "TOKENS": tile.tokens,
+    }
+
+
+def _attend_constants(call: AttendCall, tile: Tile, edges: bool = True) -> dict[str, Any]:
+    return {
+        **_tile_constants(tile, call.problem.group),
+        "TILE": tile.keys,
+        **({"EDGE": min(tile.keys, 32)} if edges else {}),
+        "STAGES": tile.stages,
+        "D": call.problem.head_size,
+        "D1": tile.d[0],
+        "D2": tile.d[1],
+        "DV": call.problem.head_size_v,
+        "DV1": tile.dv[0],
+        "DV2": tile.dv[1],
+        "PAGED": call.block_table is not None,
+        "LOG2_BLOCK": log2_block(call.k.shape[1]) if call.block_table is not None else 0,
+        "LEFT": call.window[0] >= 0,
+        "RIGHT": call.window[1] >= 0,
+        "SOFTCAP": call.softcap != 0,
+        "ALIBI": call.alibi_slopes is not None,
+        "PRESCALE": call.scale <= 0,
+        "SINKS": call.sinks is not None,
+        "LSE": call.lse is not None,
+        "KEY_STARTS": call.key_starts is not None,
+    }
+
+
+def _combine_constants(call: AttendCall) -> dict[str, Any]:
+    return {
+        "DV": call.problem.head_size_v,
+        "DV_PAD": power_of_two(call.problem.head_size_v),
+        "PAGED": call.block_table is not None,
+        "LEFT": call.window[0] >= 0,
+        "RIGHT": call.window[1] >= 0,
+        "SINKS": call.sinks is not None,
+        "LSE": call.lse is not None,
+        "KEY_STARTS": call.key_starts is not None,
+    }
+
+
+def _strides(call: AttendCall) -> tuple[int, ...]:
+    return (
+        *_query_strides(call), *_cache_strides(call.k), *_cache_strides(call.v), *_result_strides(call),
+        *_table_strides(call),
+    )  # fmt: skip
+
+
+def _head_slots(call: AttendCall, tile: Tile) -> int:
+    return call.problem.num_kv_heads * tile.head_tiles
+
+
+def _rows_launch(call: AttendCall, plan: RowsPlan) -> Launch:
+    problem, tile = call.problem, plan.tile
+    num_seqs = call.query_start_loc.shape[0] - 1
+    if plan.search:
+        grid = (problem.num_tokens // tile.tokens + num_seqs, _head_slots(call, tile), 1)
+    else:
+        grid = (-(-problem.max_q_len // tile.tokens), _head_slots(call, tile), num_seqs)
+    scalars = (*_strides(call), num_seqs, *_sizes(call), *_window(call), plan.min_q, *_score(call))
+    constants = {**_attend_constants(call, tile), "SEARCH": plan.search}
+    return Launch(attend_kernel, grid, scalars, constants, num_warps=tile.warps)
+
+
+def _sharing(call: AttendCall, plan: SplitPlan) -> dict[str, Any]:
+    num_seqs = call.query_start_loc.shape[0] - 1
+    return {"SEQS": 2 if plan.fixed else max(2, power_of_two(num_seqs)), "FIXED": plan.fixed}
+
+
+def _split_launch(call: AttendCall, plan: SplitPlan) -> Launch:
+    tile = plan.tile
+    num_seqs = call.query_start_loc.shape[0] - 1
+    slots = _head_slots(call, tile)
+    grid = (plan.items(num_seqs) * slots, -(-plan.max_q // tile.tokens), 1)
+    scalars = (
+        *_strides(call), num_seqs, *_sizes(call), *_window(call), plan.max_q, plan.programs, plan.min_tiles, slots,
+        *_score(call),
+    )  # fmt: skip
+    constants = {**_sharing(call, plan), **_attend_constants(call, tile)}
+    return Launch(split_kernel, grid, scalars, constants, num_warps=tile.warps)
+
+
+def _combine_launch(call: AttendCall, plan: SplitPlan) -> Launch:
+    problem, tile = call.problem, plan.tile
+    num_seqs = call.query_start_loc.shape[0] - 1
+    scalars = (
+        *_result_strides(call), num_seqs, *_window(call), plan.max_q, plan.programs, plan.min_tiles,
+        _head_slots(call, tile), -(-plan.max_q // tile.tokens),
+    )  # fmt: skip
+    constants = {
+        **_sharing(call, plan),
+        **_tile_constants(tile, problem.group),
+        "TILE": tile.keys,
+        "PARTS": max(1, min(16, 2048 // power_of_two(problem.head_size_v))),
+        **_combine_constants(call),
+    }
+    grid = (num_seqs * plan.max_q, problem.num_q_heads, 1)
+    return Launch(combine_kernel, grid, scalars, constants, num_warps=2)
+
+
+def _invariant_launch(call: AttendCall, plan: InvariantPlan) -> Launch:
+    problem, tile = call.problem, plan.tile
+    num_seqs = call.query_start_loc.shape[0] - 1
+    slots, query_tiles = _head_slots(call, tile), -(-problem.max_q_len // tile.tokens)
+    grid = (num_seqs * query_tiles * slots * (plan.max_chunks if plan.spread else 1), 1, 1)
+    scalars = (
+        *_strides(call), *_sizes(call), *_window(call), plan.max_chunks, slots, query_tiles, *_score(call)
+    )  # fmt: skip
+    constants = {"SPREAD": plan.spread, "CHUNK": plan.chunk, **_attend_constants(call, tile, edges=False)}
+    return Launch(invariant_kernel, grid, scalars, constants, num_warps=tile.warps)
+
+
+def _combine_in_order_launch(call: AttendCall, plan: InvariantPlan) -> Launch:
+    problem, tile = call.problem, plan.tile
+    num_seqs = call.query_start_loc.shape[0] - 1
+    scalars = (
+        *_result_strides(call), *_window(call), problem.max_q_len, plan.max_chunks, _head_slots(call, tile),
+        -(-problem.max_q_len // tile.tokens),
+    )  # fmt: skip
+    constants = {"CHUNK": plan.chunk, **_tile_constants(tile, problem.group), **_combine_constants(call)}
+    grid = (num_seqs * problem.max_q_len, problem.num_q_heads, 1)
+    return Launch(combine_in_order_kernel, grid, scalars, constants, num_warps=1)
+
+
+def write_launch(call: WriteCall, plan: WritePlan) -> Launch:
+    """The launch of one write."""
+    problem = call.problem
+    num_rows, heads = call.slot_mapping.shape[0], problem.num_kv_heads
+    num_blocks, block_size = call.key_cache.shape[0], call.key_cache.shape[1]
+    num_slots = num_blocks * block_size
+    common = {"ROWS": plan.rows, "WIDTH": plan.width, "LOG2_BLOCK": log2_block(block_size), "NARROW": num_slots < 2**31}
+    sizes = (num_rows, num_slots, block_size)
+    key, value = call.key, call.value
+    k_block, k_token, k_head = _cache_strides(call.key_cache)
+    v_block, v_token, v_head = _cache_strides(call.value_cache)
+    if plan.span:
+        span_k, span_v = heads * problem.head_size, heads * problem.head_size_v
+        grid = (-(-num_rows // plan.rows), -(-max(span_k, span_v) // plan.width), 1)
+        scalars = (key.stride(0), value.stride(0), k_block, k_token, v_block, v_token, *sizes)
+        constants = {"SPAN_K": span_k, "SPAN_V": span_v, **common}
+        return Launch(write_span_kernel, grid, scalars, constants, num_warps=plan.warps)
+    grid = (-(-num_rows * heads // plan.rows), 1, 1)
+    scalars = (
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), k_block, k_token, k_head, v_block, v_token,
+        v_head, *sizes,
+    )  # fmt: skip
+    constants = {"HEADS": heads, "D": problem.head_size, "DV": problem.head_size_v, **common}
+    return Launch(write_heads_kernel, grid, scalars, constants, num_warps=plan.warps)
+
+
+def merge_launch(call: MergeCall) -> Launch:
+    """The launch of one merge."""
+    problem = call.problem
+    num_rows, heads = call.out.shape[0], call.out.shape[1]
+    rows, width, warps = plan_merge(problem)
+    out_lse = call.out_lse.stride() if call.out_lse is not None else (0, 0)
+    scalars = (
+        *call.out.stride()[:2], *out_lse, *call.a.stride()[:2], *call.a_lse.stride(), *call.b.stride()[:2],
+        *call.b_lse.stride(), num_rows,
+    )  # fmt: skip
+    constants = {"D": problem.head_size, "ROWS": rows, "WIDTH": width, "LSE": call.out_lse is not None}
+    return Launch(merge_kernel, (-(-num_rows // rows), heads, 1), scalars, constants, num_warps=warps)

@@ -1,0 +1,110 @@
+"""Compile a launch ahead of time for a GPU that is not here, and read registers and spills off the result."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ptxas says of one kernel."""
+
+    kernel: str
+    target: int
+    registers: int
+    spilled: int
+    shared: int
+
+    def __str__(self) -> str:
+        return (
+            f"sm_{self.target} {self.kernel}: {self.registers} registers, {self.spilled} bytes spilled, "
+            f"{self.shared} bytes shared"
+        )
+
+
+def compile_launch(launch: Any, tensors: tuple[torch.Tensor, ...], capability: int, aligned: bool = True) -> Report:
+    """Compile the variant that ``launch(device, *tensors)`` would ask for, pointers 16-byte aligned or not."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as compile_source
+    from triton.compiler.compiler import ASTSource
+
+    names = launch.kernel.arg_names
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int, ...], list] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    for i, tensor in enumerate(tensors):
+        signature[names[i]] = POINTERS[tensor.dtype]
+        if aligned:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    for i, value in enumerate(launch.scalars, start=len(tensors)):
+        if isinstance(value, float):
+            signature[names[i]] = "fp32"
+        elif launch.kernel.params[i].do_not_specialize:
+            signature[names[i]] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        elif value == 1:
+            signature[names[i]], constants[(i,)] = "constexpr", 1
+        else:
+            signature[names[i]] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    for name, value in launch.constants.items():
+        signature[name], constants[(names.index(name),)] = "constexpr", value
+    source = ASTSource(
+        fn=launch.kernel, signature={n: signature[n] for n in names}, constexprs=constants, attrs=attributes
+    )
+    compiled = compile_source(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+    ptxas = tools / ("ptxas-blackwell" if capability >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx", delete=False) as f:
+        f.write(compiled.asm["ptx"])
+    try:
+        log = subprocess.run(
+            [ptxas, "-v", f"--gpu-name={arch}", f.name, "-o", os.devnull], capture_output=True, text=True, check=False
+        ).stderr
+    finally:
+        os.unlink(f.name)
+    registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
+    assert registers, log
+    assert spilled, log
+    return Report(launch.kernel.__name__, capability, int(registers[1]), int(spilled[1]), compiled.metadata.shared)
+
+
+def attend_reports(call: Any, plan: Any, capability: int) -> list[Report]:
+    """Compile every launch of a plan for a call whose tensors may live anywhere (their values are not read)."""
+    from pagetile.backends.triton.calls import AttendLaunches
+
+    launches = AttendLaunches(call, plan)
+    f32, error = torch.empty(4), torch.empty(8, dtype=torch.int64)
+    q = call.q
+    lse = q if call.lse is None else call.lse
+    lens = call.key_start_loc if call.block_table is None else call.seq_lens
+    table = q if call.block_table is None else call.block_table
+    optional = tuple(q if t is None else t for t in (call.key_starts, call.alibi_slopes, call.sinks))
+    partial = (f32, f32, f32) if launches.partials else (q, q, q)
+    reports = []
+    for name, launch in launches.stages:
+        if name == "combine":
+            tensors = (call.out, lse, *partial, call.query_start_loc, lens, optional[0], optional[2])
+        else:
+            middle = () if name == "attend" else partial
+            tensors = (q, call.k, call.v, call.out, lse, *middle, call.query_start_loc, lens, table, *optional, error)
+        reports.append(compile_launch(launch, tensors, capability))
+    return reports
