@@ -9,6 +9,7 @@ import typer
 from pagetile.cli.doctor import doctor
 from pagetile.cli.generate import generate
 from pagetile.cli.warmup import warmup
+from pagetile.cli.windows import register as register_windows
 
 app = typer.Typer(
     name="pagetile",
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(doctor)
 app.command()(warmup)
+register_windows(app)
 
 
 def _version(show: bool) -> None:

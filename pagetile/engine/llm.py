@@ -206,7 +206,7 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     listed = list(prompts)
     if not listed:
         return []
-    if all(hasattr(item, "__index__") for item in listed) or _is_chat(listed):
+    if all(hasattr(item, "__index__") and not getattr(item, "ndim", 0) for item in listed) or _is_chat(listed):
         return [listed]  # type: ignore[list-item]
     return listed  # type: ignore[return-value]
 
