@@ -57,10 +57,7 @@ def draw_token(logits: Tensor, params: SamplingParams, draw: float) -> int:
     scaled = logits / params.temperature if params.temperature != 1 else logits
     ids: Tensor | None = None
     if 0 < params.top_k < scaled.numel():
-        # A stable order among equals, which topk does not promise: everything above the k-th value, then lowest ids.
-        floor = scaled.topk(params.top_k).values[-1]
-        above, equal = (scaled > floor).nonzero()[:, 0], (scaled == floor).nonzero()[:, 0]
-        ids = torch.cat([above, equal[: params.top_k - above.numel()]])
+        ids = _largest(scaled, scaled.topk(params.top_k).values)
         scaled = scaled[ids]
     probabilities = torch.softmax(scaled.double(), -1)
     if params.top_p < 1:
@@ -79,13 +76,21 @@ def _nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     Sorting a vocabulary costs more than a decode step's share of it, so the likeliest few are tried first.
     """
     few = min(256, probabilities.numel())
-    values, order = probabilities.topk(few)
+    values = probabilities.topk(few).values
     if few < probabilities.numel() and float(values.sum()) < top_p:
-        values, order = probabilities.sort(descending=True)
+        values = probabilities.sort(descending=True).values
     kept = max(1, int((values.cumsum(-1) - values < top_p).sum()))
-    order = order[:kept].sort().values  # neither topk nor sort says which of two equals comes first: the lower id
-    ranked = probabilities[order].sort(descending=True, stable=True)
-    return ranked.values, order[ranked.indices]
+    ids = _largest(probabilities, values[:kept])
+    ranked = probabilities[ids].sort(descending=True, stable=True)
+    return ranked.values, ids[ranked.indices]
+
+
+def _largest(values: Tensor, sorted_largest: Tensor) -> Tensor:
+    """Ids of the largest values, of which the second argument is the sorted list; ascending, but for ties at the end:
+    neither topk nor sort says which of two equals it takes, here it is the lower id."""
+    floor = sorted_largest[-1]
+    above, equal = (values > floor).nonzero()[:, 0], (values == floor).nonzero()[:, 0]
+    return torch.cat([above, equal[: sorted_largest.numel() - above.numel()]])
 
 
 def score_prompt(logits: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
