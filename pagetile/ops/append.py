@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ def append_slots(
         BlockTableError: a block id outside the cache (CPU).
     """
     if seq_lens.device.type == "cpu":
-        _check_values(seq_lens, block_table, num_new, num_blocks, block_size, leftpad, rotary_rows, rotary_span)
+        return _on_host(seq_lens, block_table, num_new, num_blocks, block_size, leftpad, rotary_rows, rotary_span)
     positions = seq_lens.long().unsqueeze(1) + torch.arange(num_new, device=seq_lens.device)  # [B, num_new]
     logical = positions // block_size
     width = block_table.shape[1]
@@ -54,7 +55,7 @@ def append_slots(
     return slots.flatten()
 
 
-def _check_values(
+def _on_host(
     seq_lens: Tensor,
     block_table: Tensor,
     num_new: int,
@@ -63,31 +64,48 @@ def _check_values(
     leftpad: Tensor | None,
     rotary_rows: int,
     rotary_span: int,
-) -> None:
-    room = block_table.shape[1] * block_size
-    lens = seq_lens.tolist()
-    pads = [0] * len(lens) if leftpad is None else leftpad.tolist()
-    for seq, (length, pad) in enumerate(zip(lens, pads, strict=True)):
-        if length < 0:
-            raise ArgumentError(f"cache_seqlens[{seq}] is {length}; a length is 0 or more")
-        if length + num_new > room:
-            raise ArgumentError(
-                f"cache_seqlens[{seq}] is {length}, and {num_new} new tokens make {length + num_new}, but the sequence "
-                f"has room for {room} ({block_table.shape[1]} blocks of {block_size}); give it more blocks first"
-            )
-        if not pad >= 0:
-            raise ArgumentError(f"cache_leftpad[{seq}] is {pad}; it counts keys, so it is 0 or more")
-        if rotary_rows >= 0 and not 0 <= length - pad <= rotary_rows - rotary_span:
-            raise ArgumentError(
-                f"rotary_cos: axis 0 is {rotary_rows}, but sequence {seq} rotates positions {length - pad} to "
-                f"{length - pad + rotary_span - 1}; pass tables with a row for each position"
-            )
-    used = -(-(seq_lens.long() + num_new) // block_size)  # [B]
-    columns = torch.arange(block_table.shape[1])
-    bad = (columns < used.unsqueeze(1)) & ((block_table < 0) | (block_table >= num_blocks))
-    if bool(bad.any()):
-        row, column = bad.nonzero()[0].tolist()
+) -> Tensor:
+    """The same in NumPy, a few times cheaper a call, with every value checked."""
+    before = seq_lens.numpy().astype(np.int64)
+    table = block_table.numpy()
+    _check_lengths(before, table.shape[1], num_new, block_size)
+    pads = 0 if leftpad is None else leftpad.numpy()
+    if leftpad is not None or rotary_rows >= 0:
+        _check_rotary(before, pads, rotary_rows, rotary_span)
+    used = -(-(before + num_new) // block_size)  # [B]
+    bad = (np.arange(table.shape[1]) < used[:, None]) & ((table < 0) | (table >= num_blocks))
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
         raise BlockTableError(
-            f"block_table[{row}, {column}] is {int(block_table[row, column])}, but the cache has blocks 0 to "
-            f"{num_blocks - 1}, and sequence {row} uses {int(used[row])} entries; nothing has been written"
+            f"block_table[{row}, {column}] is {table[row, column]}, but the cache has blocks 0 to "
+            f"{num_blocks - 1}, and sequence {row} uses {used[row]} entries; nothing has been written"
         )
+    positions = before[:, None] + np.arange(num_new)  # [B, num_new]
+    blocks = np.take_along_axis(table, positions // block_size, axis=1).astype(np.int64)
+    return torch.from_numpy((blocks * block_size + positions % block_size).reshape(-1))
+
+
+def _check_lengths(before: np.ndarray, width: int, num_new: int, block_size: int) -> None:
+    room = width * block_size
+    wrong = (before < 0) | (before + num_new > room)
+    if not wrong.any():
+        return
+    seq = int(wrong.argmax())
+    length = int(before[seq])
+    if length < 0:
+        raise ArgumentError(f"cache_seqlens[{seq}] is {length}; a length is 0 or more")
+    raise ArgumentError(
+        f"cache_seqlens[{seq}] is {length}, and {num_new} new tokens make {length + num_new}, but the sequence "
+        f"has room for {room} ({width} blocks of {block_size}); give it more blocks first"
+    )
+
+
+def _check_rotary(before: np.ndarray, pads: np.ndarray | int, rows: int, span: int) -> None:
+    for seq, (length, pad) in enumerate(np.broadcast(before, pads)):
+        if pad < 0:
+            raise ArgumentError(f"cache_leftpad[{seq}] is {pad}; it counts keys, so it is 0 or more")
+        if rows >= 0 and not 0 <= length - pad <= rows - span:
+            raise ArgumentError(
+                f"rotary_cos: axis 0 is {rows}, but sequence {seq} rotates positions {length - pad} to "
+                f"{length - pad + span - 1}; pass tables with a row for each position"
+            )

@@ -128,7 +128,7 @@ def flash_attn_varlen_func(
         max_q_len=host_int("max_seqlen_q", max_seqlen_q),
         max_k_len=host_int("max_seqlen_k", max_seqlen_k),
         scale=default_scale(q, softmax_scale),
-        window=normalize_window(window_size, causal),
+        window=fold_window(window_size, causal),
         softcap=check_softcap(softcap) if softcap else 0.0,
         alibi_slopes=alibi_slopes,
         sinks=None if s_aux is None else float_sinks(s_aux),
@@ -205,14 +205,8 @@ def execute(plan: Plan, args: AttendArgs) -> tuple[Tensor, Tensor | None]:
     """Run a planned attention; allocates the outputs that are missing."""
     problem = plan.problem
     assert isinstance(problem, AttendProblem)
-    q, k_scale, v_scale = args.q, args.k_scale, args.v_scale
-    if problem.kind not in QUANTISED:
-        if k_scale is not None:
-            unit_scale("k_descale", k_scale, problem.kind)
-        if v_scale is not None:
-            unit_scale("v_descale", v_scale, problem.kind)
-        k_scale = v_scale = None
-    out, lse = args.out, args.lse
+    k_scale, v_scale = scales_of(problem, args)
+    q, out, lse = args.q, args.out, args.lse
     if out is None:
         out = torch.empty(
             (problem.num_tokens, problem.num_q_heads, problem.head_size_v), dtype=q.dtype, device=q.device
@@ -254,6 +248,21 @@ def execute(plan: Plan, args: AttendArgs) -> tuple[Tensor, Tensor | None]:
         if args.lse is not None:
             bump_version(args.lse)
     return out, lse
+
+
+def scales_of(problem: AttendProblem, args: AttendArgs) -> tuple[Scale, Scale]:
+    """The scales that the cache has: those given, or none where it is not quantised.
+
+    Raises:
+        ArgumentError: a scale other than 1 for a cache that is not quantised.
+    """
+    if problem.kind in QUANTISED:
+        return args.k_scale, args.v_scale
+    if args.k_scale is not None:
+        unit_scale("k_descale", args.k_scale, problem.kind)
+    if args.v_scale is not None:
+        unit_scale("v_descale", args.v_scale, problem.kind)
+    return None, None
 
 
 def op_arguments(args: AttendArgs) -> tuple[Any, ...]:
@@ -301,6 +310,13 @@ def refuse_training(*, q_v: Any, dropout_p: float, return_attn_probs: bool, q_de
             "q_descale is given, but it belongs to an fp8 q, which is not implemented (q is float32, float16 or "
             "bfloat16); pass q_descale=None"
         )
+
+
+def fold_window(window_size: Sequence[int] | None, causal: bool) -> tuple[int, int]:
+    """:func:`~pagetile.contracts.visibility.normalize_window`, with a short way for the usual case of no window."""
+    if window_size is None or window_size == (-1, -1):
+        return (-1, 0) if causal else (-1, -1)
+    return normalize_window(window_size, causal)
 
 
 def default_scale(q: Tensor, softmax_scale: float | None) -> float:

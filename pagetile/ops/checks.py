@@ -34,7 +34,8 @@ def is_plain(*tensors: Any) -> bool:
             if tensor is None:
                 continue
             return False
-    return tensors[0].device.type in ("cpu", "cuda") and torch._C._functorch.peek_interpreter_stack() is None
+    first = tensors[0]
+    return (first.is_cpu or first.is_cuda) and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def check_no_grad(tensors: Iterable[tuple[str, Any]]) -> None:

@@ -5,7 +5,7 @@ Source: the function of that name in FlashAttention 2, whose arguments these are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from pagetile.contracts.shapes import (
     require_same_dtype,
     require_tensor,
 )
-from pagetile.contracts.visibility import normalize_window
 from pagetile.ops import attention, write
 from pagetile.ops.append import append_slots
 from pagetile.ops.bind_attention import AttendArgs, Names
 from pagetile.ops.checks import INDEX_DTYPES, check_no_grad, host_int, is_plain
+from pagetile.ops.plans import PLANS, tensor_key
 from pagetile.ops.rotary import query_positions, rotate
 
 NAMES = Names(k="k_cache", v="v_cache", seq_lens="cache_seqlens", key_starts="cache_leftpad")
@@ -91,15 +91,19 @@ def flash_attn_with_kvcache(
         UnsupportedError: an argument that is not implemented, or an input that requires grad.
         BackendError: the backend cannot take the problem; ``.reasons`` says why. Nothing has been written.
     """
-    sizes = _bind(q, k_cache, v_cache, k, v, cache_batch_idx, cache_leftpad, block_table)
-    _bind_rotary(q, k, rotary_cos, rotary_sin, sizes)
+    plain = is_plain(q, k_cache, v_cache, k, v, block_table, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin)
+    shapes = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table)
+    seen = ("kvcache", *map(tensor_key, shapes)) if plain else None
+    if seen is None or PLANS.get(seen) is None:
+        _bind(*shapes)
     _bind_append_scales(k, k_descale, v_descale)
     if torch.is_grad_enabled():
         check_no_grad((("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)))
     batch, num_queries = q.shape[:2]
+    num_blocks, block_size = k_cache.shape[:2]
     table = _table(q, block_table, cache_batch_idx)
-    window = normalize_window(window_size, causal)
-    lens = _lengths(q, cache_seqlens, table.shape[1] * sizes["BS"], appending=k is not None)
+    window = attention.fold_window(window_size, causal)
+    lens = _lengths(q, cache_seqlens, table.shape[1] * block_size, appending=k is not None)
     slots = None
     if k is not None:
         assert v is not None
@@ -107,7 +111,8 @@ def flash_attn_with_kvcache(
         rows = -1 if rotary_cos is None else rotary_cos.shape[0]
         every_position = window != (-1, -1)
         span = max(num_new, num_queries if every_position else 1)
-        slots = _slots(lens, table, num_new, k_cache.shape[0], sizes["BS"], cache_leftpad, rows, span)
+        placing = append_slots if plain else torch.ops.pagetile.append_slots
+        slots = placing(lens, table, num_new, num_blocks, block_size, cache_leftpad, rows, span)
         if rotary_cos is not None:
             assert rotary_sin is not None
             start = lens if cache_leftpad is None else lens - cache_leftpad
@@ -123,12 +128,12 @@ def flash_attn_with_kvcache(
         q=q.flatten(0, 1),
         k=k_cache,
         v=v_cache,
-        query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=q.device) * num_queries,
+        query_start_loc=_starts(batch, num_queries, q.device),
         seq_lens=lens,
         key_start_loc=None,
         block_table=table,
         max_q_len=num_queries,
-        max_k_len=table.shape[1] * sizes["BS"],
+        max_k_len=table.shape[1] * block_size,
         scale=attention.default_scale(q, softmax_scale),
         window=window,
         softcap=attention.check_softcap(softcap) if softcap else 0.0,
@@ -145,7 +150,7 @@ def flash_attn_with_kvcache(
         validate=validate,
         with_lse=return_softmax_lse,
     )
-    out, lse = _append_and_attend(args, k, v, slots)
+    out, lse = _append_and_attend(args, k, v, slots, seen)
     out = out.view(batch, num_queries, *out.shape[1:])
     if lse is None:
         return out
@@ -153,37 +158,29 @@ def flash_attn_with_kvcache(
 
 
 def _append_and_attend(
-    args: AttendArgs, k: Tensor | None, v: Tensor | None, slots: Tensor | None
+    args: AttendArgs, k: Tensor | None, v: Tensor | None, slots: Tensor | None, seen: Hashable
 ) -> tuple[Tensor, Tensor | None]:
-    """Both plans are made before the first byte is written."""
-    if slots is None:
-        return attention.attend(args, NAMES)
-    assert k is not None
-    assert v is not None
-    append = (k, v, args.k, args.v, slots)
-    options = (args.kv_cache_dtype, args.k_scale, args.v_scale, args.backend, args.validate)
-    if is_plain(args.q, *append, args.seq_lens, args.block_table):
+    """Both plans are made before the first byte is written. ``seen``: what to remember that the tensors agree by."""
+    if seen is not None:
         plan = attention.plan_attend(args, NAMES)
-        write.run_write(*append, *options)
-        return attention.execute(plan, args)
-    write.reshape_and_cache_flash(*append, *options[:3], backend=args.backend, validate=args.validate)
-    return attention.attend(args, NAMES)
+        PLANS.put(seen, plan)
+        attention.scales_of(plan.problem, args)
+    if slots is not None:
+        assert k is not None
+        assert v is not None
+        append = (k, v, args.k, args.v, slots, args.kv_cache_dtype, args.k_scale, args.v_scale)
+        if seen is not None:
+            write.run_write(*append, args.backend, args.validate)
+        else:
+            write.reshape_and_cache_flash(*append, backend=args.backend, validate=args.validate)
+    return attention.execute(plan, args) if seen is not None else attention.attend(args, NAMES)
 
 
-def _slots(
-    lens: Tensor,
-    table: Tensor,
-    num_new: int,
-    num_blocks: int,
-    block_size: int,
-    leftpad: Tensor | None,
-    rotary_rows: int,
-    rotary_span: int,
-) -> Tensor:
-    arguments = (lens, table, num_new, num_blocks, block_size, leftpad, rotary_rows, rotary_span)
-    if is_plain(lens, table, leftpad):
-        return append_slots(*arguments)
-    return torch.ops.pagetile.append_slots(*arguments)
+def _starts(batch: int, num_queries: int, device: torch.device) -> Tensor:
+    """Row of each sequence's first query, and the end: int32 ``[B + 1]``."""
+    if num_queries == 0:
+        return torch.zeros(batch + 1, dtype=torch.int32, device=device)
+    return torch.arange(0, (batch + 1) * num_queries, num_queries, dtype=torch.int32, device=device)
 
 
 def _bind(
@@ -192,11 +189,13 @@ def _bind(
     v_cache: Tensor,
     k: Tensor | None,
     v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
-) -> Sizes:
-    """Hold the four-axis tensors to each other under the names the caller knows."""
+) -> None:
+    """Hold the tensors to each other under the names and with the axes that the caller knows."""
     if (k is None) != (v is None):
         raise ArgumentError("one of k and v is given without the other; pass both, or neither")
     if block_table is not None and cache_batch_idx is not None:
@@ -240,7 +239,7 @@ def _bind(
     if cache_leftpad is not None:
         sizes.bind("cache_leftpad", cache_leftpad, "B")
         require_dtype("cache_leftpad", cache_leftpad, (torch.int32,))
-    return sizes
+    _bind_rotary(q, k, rotary_cos, rotary_sin, sizes)
 
 
 def _bind_rotary(q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, sizes: Sizes) -> None:
