@@ -148,11 +148,17 @@ def _from_pretrained(path: str, dtype: torch.dtype | None, with_tokenizer: bool)
     except OSError as error:
         raise ModelNotFoundError(f"no model could be loaded from {path!r}: {_first_line(error)}") from error
     tokenizer = None
-    if with_tokenizer:
-        # A folder without tokenizer files is a model that is driven by token ids.
+    if with_tokenizer and _has_tokenizer(Path(path)):
         with contextlib.suppress(OSError, ValueError):
             tokenizer = AutoTokenizer.from_pretrained(path)
     return model, tokenizer
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """A folder without tokenizer files is a model driven by token ids; Transformers would make up an empty tokenizer."""
+    return not folder.is_dir() or any(
+        next(folder.glob(pattern), None) for pattern in ("tokenizer*", "vocab*", "spiece*", "*.model", "*.tiktoken")
+    )
 
 
 def _from_gguf(folder: Path, file: str, dtype: torch.dtype, with_tokenizer: bool) -> tuple[Any, Any | None]:

