@@ -301,6 +301,11 @@ class SequenceTable:
                 raise ArgumentError(f"a batch of {n} tokens, but sequence {seq.id} has {seq.num_uncomputed} to compute")
         return pack(work, list(self.pools), self.block_size, BatchShape(device, pad_tokens, pad_seqs, table_width))
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix, for instance because the weights changed. Sequences keep their blocks."""
+        for pool in self.pools.values():
+            pool.reset_prefix_cache()
+
     # Figures --------------------------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, GroupUsage]:

@@ -103,6 +103,25 @@ def test_fork_shares_and_the_first_write_copies() -> None:
     assert table.stats.copies == 2
 
 
+def test_a_block_that_a_copy_reads_has_no_second_owner() -> None:
+    """Reserved one by one, as a scheduler does: the last owner writes in place although the copy is still to run."""
+    table, cache = make()
+    a = table.add(range(6))
+    cache.run(a)
+    b = table.fork(a)
+    table.append(a, 60)
+    table.append(b, 61)
+    copies = table.reserve(a, 1)
+    assert copies == [BlockCopy("full", 1, 2)]
+    assert table.reserve(b, 1) == []
+    cache.copy(copies)
+    cache.forward([(a, 1), (b, 1)])
+    table.commit(a, 1)
+    table.commit(b, 1)
+    cache.check()
+    assert list(b.blocks["full"]) == [0, 1]
+
+
 def test_fork_on_a_block_boundary_copies_nothing() -> None:
     table, cache = make()
     a = table.add(range(8))
@@ -351,6 +370,18 @@ def test_truncate_past_a_window_starts_again() -> None:
     assert table.truncate(a, 10) == 0  # a query at 10 would see 7
     assert (a.num_computed, len(a), list(a.blocks["local"])) == (0, 10, [])
     cache.run(a)
+
+
+def test_reset_forgets_prefixes_and_keeps_sequences() -> None:
+    table, cache = make(groups=window_and_full(6))
+    a = table.add(range(8))
+    cache.run(a)
+    table.reset_prefix_cache()
+    assert table.add(range(8)).num_computed == 0
+    table.extend(a, range(8, 12))
+    cache.run(a)
+    table.free(a)
+    assert {u.cached for u in table.usage().values()} == {1}  # the third block, written after the reset
 
 
 def test_salts_keep_apart() -> None:
