@@ -19,7 +19,7 @@ importing anything from here. Messages name the tensor, the axis, both values an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class PagetileError(Exception):
@@ -61,7 +61,7 @@ class BackendError(UnsupportedError):
         reasons: backend name -> every reason why it refused.
     """
 
-    def __init__(self, message: str, reasons: dict[str, Sequence[str]]) -> None:
+    def __init__(self, message: str, reasons: Mapping[str, Sequence[str]]) -> None:
         super().__init__(message)
         self.reasons = {name: list(why) for name, why in reasons.items()}
 

@@ -174,7 +174,7 @@ def run_attend(args: AttendArgs, names: Names = VARLEN) -> tuple[Tensor, Tensor 
     return execute(plan_attend(args, names), args)
 
 
-def plan_attend(args: AttendArgs, names: Names = VARLEN) -> Plan:
+def plan_attend(args: AttendArgs, names: Names = VARLEN) -> Plan[AttendProblem]:
     """The validated problem and its backend; kept by everything that does not depend on data."""
     if torch.is_grad_enabled():
         check_no_grad((*args.tensors(names), ("k_descale", args.k_scale), ("v_descale", args.v_scale)))
@@ -201,10 +201,9 @@ def plan_attend(args: AttendArgs, names: Names = VARLEN) -> Plan:
     return plan
 
 
-def execute(plan: Plan, args: AttendArgs) -> tuple[Tensor, Tensor | None]:
+def execute(plan: Plan[AttendProblem], args: AttendArgs) -> tuple[Tensor, Tensor | None]:
     """Run a planned attention; allocates the outputs that are missing."""
     problem = plan.problem
-    assert isinstance(problem, AttendProblem)
     k_scale, v_scale = scales_of(problem, args)
     q, out, lse = args.q, args.out, args.lse
     if out is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pagetile.backends.protocol import Scale
 from pagetile.contracts.dtypes import dtype_name
 from pagetile.contracts.errors import ArgumentError, ShapeError
-from pagetile.contracts.problem import AttendProblem
+from pagetile.contracts.problem import AttendProblem, Granularity
 from pagetile.contracts.shapes import (
     Sizes,
     require_contiguous_last,
@@ -136,7 +136,7 @@ def bind_attend(args: AttendArgs, aligned: bool, names: Names = VARLEN) -> Atten
     for name, tensor in ((names.q, q), (names.k, k), (names.v, v)):
         require_contiguous_last(name, tensor)
     _bind_extras(args, names, sizes)
-    covers = [
+    covers: list[Granularity] = [
         scale_granularity(
             name,
             scale,
@@ -172,7 +172,7 @@ def bind_attend(args: AttendArgs, aligned: bool, names: Names = VARLEN) -> Atten
         key_starts=args.key_starts is not None,
         num_splits=args.num_splits,
         batch_invariant=args.batch_invariant,
-        scale=finest(*covers),
+        scale=finest(covers[0], covers[1]),
         aligned=aligned and aligned_strides(k) and aligned_strides(v),
     )
 

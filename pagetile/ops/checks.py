@@ -21,6 +21,8 @@ QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
+_transform_in_progress = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FINEST: tuple[Granularity, ...] = ("none", "tensor", "head", "sequence_head", "token_head")
 
@@ -35,7 +37,7 @@ def is_plain(*tensors: Any) -> bool:
                 continue
             return False
     first = tensors[0]
-    return (first.is_cpu or first.is_cuda) and torch._C._functorch.peek_interpreter_stack() is None
+    return (first.is_cpu or first.is_cuda) and _transform_in_progress() is None
 
 
 def check_no_grad(tensors: Iterable[tuple[str, Any]]) -> None:
@@ -77,8 +79,8 @@ def check_validate(validate: bool | str, device: torch.device) -> None:
         )
 
 
-def host_int(name: str, value: Any) -> int:
-    """A host integer (never a tensor: reading one would wait for its device).
+def host_int(name: str, value: Any) -> Any:
+    """A host integer, symbolic while tracing (never a tensor: reading one would wait for its device).
 
     Raises:
         ArgumentError: it is not an integer, or it is negative.
@@ -180,7 +182,7 @@ def _float_granularity(name: str, scale: Any, kind: str) -> Granularity:
 
 def finest(a: Granularity, b: Granularity) -> Granularity:
     """The finer of two granularities."""
-    return max(a, b, key=_FINEST.index)
+    return a if _FINEST.index(a) >= _FINEST.index(b) else b
 
 
 def unit_scale(name: str, scale: Tensor | float | None, kind: str) -> None:

@@ -79,7 +79,8 @@ def _trace(mode: Any, name: str, args: tuple[Any, ...], written: list[Any]) -> N
 
     functional = PythonFunctionalizeAPI(mode)
     bases = _bases(written)
-    inner_bases, inner_args = functional.unwrap_tensors((bases, args))
+    inner_bases = functional.unwrap_tensors(bases)
+    inner_args = functional.unwrap_tensors(args)
     proxy_mode = get_proxy_mode()
     if proxy_mode is None:
         _operator(name)(*inner_args)

@@ -20,12 +20,22 @@ from pagetile.contracts.shapes import (
     require_same_dtype,
     require_tensor,
 )
-from pagetile.ops import attention, write
 from pagetile.ops.append import append_slots
+from pagetile.ops.attention import (
+    attend,
+    check_softcap,
+    default_scale,
+    execute,
+    float_sinks,
+    fold_window,
+    plan_attend,
+    scales_of,
+)
 from pagetile.ops.bind_attention import AttendArgs, Names
 from pagetile.ops.checks import INDEX_DTYPES, check_no_grad, host_int, is_plain
 from pagetile.ops.plans import PLANS, tensor_key
 from pagetile.ops.rotary import query_positions, rotate
+from pagetile.ops.write import reshape_and_cache_flash, run_write
 
 NAMES = Names(k="k_cache", v="v_cache", seq_lens="cache_seqlens", key_starts="cache_leftpad")
 
@@ -102,7 +112,7 @@ def flash_attn_with_kvcache(
     batch, num_queries = q.shape[:2]
     num_blocks, block_size = k_cache.shape[:2]
     table = _table(q, block_table, cache_batch_idx)
-    window = attention.fold_window(window_size, causal)
+    window = fold_window(window_size, causal)
     lens = _lengths(q, cache_seqlens, table.shape[1] * block_size, appending=k is not None)
     slots = None
     if k is not None:
@@ -134,12 +144,12 @@ def flash_attn_with_kvcache(
         block_table=table,
         max_q_len=num_queries,
         max_k_len=table.shape[1] * block_size,
-        scale=attention.default_scale(q, softmax_scale),
+        scale=default_scale(q, softmax_scale),
         window=window,
-        softcap=attention.check_softcap(softcap) if softcap else 0.0,
+        softcap=check_softcap(softcap) if softcap else 0.0,
         key_starts=cache_leftpad,
         alibi_slopes=alibi_slopes,
-        sinks=None if s_aux is None else attention.float_sinks(s_aux),
+        sinks=None if s_aux is None else float_sinks(s_aux),
         k_scale=k_descale,
         v_scale=v_descale,
         kv_cache_dtype=kv_cache_dtype,
@@ -162,18 +172,18 @@ def _append_and_attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Both plans are made before the first byte is written. ``seen``: what to remember that the tensors agree by."""
     if seen is not None:
-        plan = attention.plan_attend(args, NAMES)
+        plan = plan_attend(args, NAMES)
         PLANS.put(seen, plan)
-        attention.scales_of(plan.problem, args)
+        scales_of(plan.problem, args)
     if slots is not None:
         assert k is not None
         assert v is not None
         append = (k, v, args.k, args.v, slots, args.kv_cache_dtype, args.k_scale, args.v_scale)
         if seen is not None:
-            write.run_write(*append, args.backend, args.validate)
+            run_write(*append, args.backend, args.validate)
         else:
-            write.reshape_and_cache_flash(*append, backend=args.backend, validate=args.validate)
-    return attention.execute(plan, args) if seen is not None else attention.attend(args, NAMES)
+            reshape_and_cache_flash(*append, backend=args.backend, validate=args.validate)
+    return execute(plan, args) if seen is not None else attend(args, NAMES)
 
 
 def _starts(batch: int, num_queries: int, device: torch.device) -> Tensor:

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from pagetile.ops import attention, merge, write
 from pagetile.ops.append import append_slots
+from pagetile.ops.attention import check_keys, run_attend, with_outputs
 from pagetile.ops.bind_attention import AttendArgs, bind_attend, window_for
 from pagetile.ops.inplace import keep_in_place
+from pagetile.ops.merge import bind_merge, run_merge
 from pagetile.ops.scales import join_scale
+from pagetile.ops.write import bind_write, run_write
 
 _ATTEND = (
     "Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor? seq_lens, Tensor? key_start_loc, "
@@ -76,7 +78,7 @@ def _write(
     backend: str = "auto",
     validate: str = "False",
 ) -> None:
-    write.run_write(
+    run_write(
         key,
         value,
         key_cache,
@@ -106,7 +108,7 @@ def _write_fake(
 ) -> None:
     del backend, validate
     k, v = join_scale(k_scale, k_scale_value), join_scale(v_scale, v_scale_value)
-    write.bind_write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k, v, aligned=True)
+    bind_write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k, v, aligned=True)
 
 
 def _attend_args(
@@ -136,7 +138,7 @@ def _attend_args(
     backend: str = "auto",
     validate: str = "False",
 ) -> AttendArgs:
-    attention.check_keys(k, key_start_loc, seq_lens, block_table)
+    check_keys(k, key_start_loc, seq_lens, block_table)
     return AttendArgs(
         out=None,
         lse=None,
@@ -166,19 +168,19 @@ def _attend_args(
 
 
 def _attend(*args: Any, **kwargs: Any) -> Tensor:
-    return attention.run_attend(_attend_args(*args, **kwargs))[0]
+    return run_attend(_attend_args(*args, **kwargs))[0]
 
 
 def _attend_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     call = _attend_args(*args, **kwargs)
     call.with_lse = True
-    out, lse = attention.run_attend(call)
+    out, lse = run_attend(call)
     assert lse is not None
     return out, lse
 
 
 def _attend_out(out: Tensor, lse: Tensor | None, workspace: Tensor | None, *args: Any, **kwargs: Any) -> None:
-    attention.run_attend(attention.with_outputs(_attend_args(*args, **kwargs), out, lse, workspace))
+    run_attend(with_outputs(_attend_args(*args, **kwargs), out, lse, workspace))
 
 
 def _fake_outputs(call: AttendArgs) -> tuple[Tensor, Tensor]:
@@ -197,7 +199,7 @@ def _attend_lse_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attend_out_fake(out: Tensor, lse: Tensor | None, workspace: Tensor | None, *args: Any, **kwargs: Any) -> None:
-    bind_attend(attention.with_outputs(_attend_args(*args, **kwargs), out, lse, workspace), aligned=True)
+    bind_attend(with_outputs(_attend_args(*args, **kwargs), out, lse, workspace), aligned=True)
 
 
 def _merge_out(
@@ -209,7 +211,7 @@ def _merge_out(
     output_lse: Tensor | None = None,
     backend: str = "auto",
 ) -> None:
-    merge.run_merge(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse, backend)
+    run_merge(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse, backend)
 
 
 def _merge_out_fake(
@@ -222,7 +224,7 @@ def _merge_out_fake(
     backend: str = "auto",
 ) -> None:
     del backend
-    merge.bind_merge(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+    bind_merge(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
 
 
 def _append_slots_fake(

@@ -81,7 +81,7 @@ def run_merge(
     if validate is not False:
         check_validate(validate, output.device)
     plan_key = ("merge", *[tensor_key(tensor) for tensor in tensors], backend)
-    plan = PLANS.get(plan_key)
+    plan: Plan[MergeProblem] | None = PLANS.get(plan_key)
     if plan is None:
         problem = bind_merge(*tensors)
         plan = PLANS.put(plan_key, Plan(problem, select(problem, backend)))

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from pagetile.backends.protocol import Backend
 from pagetile.contracts.problem import Problem
 
+Question = TypeVar("Question", bound=Problem)
+
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Generic[Question]):
     """A validated problem and the backend that takes it."""
 
-    problem: Problem
+    problem: Question
     backend: Backend
 
     def __str__(self) -> str:
@@ -33,10 +35,10 @@ class Plans:
 
     def __init__(self, limit: int = 4096) -> None:
         self.limit = limit
-        self._plans: dict[Hashable, Plan] = {}
+        self._plans: dict[Hashable, Plan[Any]] = {}
         self.get = self._plans.get  # bound once: the lookup is on the path of every call
 
-    def put(self, key: Hashable, plan: Plan) -> Plan:
+    def put(self, key: Hashable, plan: Plan[Question]) -> Plan[Question]:
         """Keep ``plan``; safe when several threads settle the same key."""
         plans = self._plans
         while len(plans) >= self.limit:
@@ -61,9 +63,9 @@ PLANS = Plans()
 
 
 def tensor_key(tensor: Any) -> Hashable:
-    """What a plan depends on in an optional tensor, a float or None; anything else is refused when the plan is made."""
-    if tensor is None or isinstance(tensor, float):
-        return tensor
-    if not isinstance(tensor, Tensor):
-        return type(tensor)
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    """What a plan depends on in a tensor, a number or None; anything else is refused when the plan is made."""
+    if tensor is None:
+        return None
+    if isinstance(tensor, Tensor):
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return type(tensor), tensor if isinstance(tensor, int | float) else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from pagetile.backends.protocol import Scale, WriteCall
 from pagetile.contracts.dtypes import dtype_name, storage_kind
 from pagetile.contracts.errors import DTypeError, ShapeError
-from pagetile.contracts.problem import WriteProblem
+from pagetile.contracts.problem import Granularity, WriteProblem
 from pagetile.contracts.shapes import (
     Sizes,
     require_contiguous_last,
@@ -134,7 +134,7 @@ def plan_write(
     v_scale: Scale,
     backend: str,
     validate: bool | str,
-) -> Plan:
+) -> Plan[WriteProblem]:
     """The validated problem and its backend; kept by everything that does not depend on data."""
     if validate is not False:
         check_validate(validate, key.device)
@@ -199,7 +199,7 @@ def bind_write(
     require_no_overlap("key_cache", key_cache)
     require_no_overlap("value_cache", value_cache)
     kind = bind_kind("key", key, "value", value, "key_cache", key_cache, "value_cache", value_cache, kv_cache_dtype)
-    covers = [
+    covers: list[Granularity] = [
         scale_granularity(name, scale, kind=kind, num_kv_heads=sizes["Hkv"], device_of="key", device=key.device)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
     ]
@@ -216,7 +216,7 @@ def bind_write(
         block_size=sizes["BS"],
         aligned=aligned and all(aligned_strides(tensor) for tensor in four),
         heads_contiguous=all(t.shape[-2] == 1 or t.stride(-2) == t.shape[-1] for t in four),
-        scale=finest(*covers),
+        scale=finest(covers[0], covers[1]),
     )
 
 

@@ -149,6 +149,13 @@ def test_a_cache_that_is_not_quantised_refuses_any_other(batch: Any, form: Any) 
     assert torch.equal(batch.key_cache, before)
 
 
+def test_a_number_is_checked_each_time(batch: Any) -> None:
+    for good, bad in ((1, 0), (1, True), (1.0, True), (0.5, -0.5)):
+        stored(batch, "int8", good, None)
+        with pytest.raises(pagetile.PagetileError, match="k_scale is"):
+            stored(batch, "int8", bad, None)
+
+
 def test_the_values_of_a_scale_are_not_part_of_a_plan(batch: Any) -> None:
     stored(batch, "fp8_e4m3", torch.tensor([0.5, 2.0]), None)
     plans = len(PLANS)

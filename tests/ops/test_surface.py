@@ -151,7 +151,7 @@ def test_signatures(name: str) -> None:
 
 
 def test_importing_costs_little_and_brings_nothing_heavy() -> None:
-    """Beyond torch's own import; the best of three processes, since the machine may be busy."""
+    """Beyond torch's own import; the best of up to three processes, since the machine may be busy."""
     code = """
 import time, torch
 before = set(sys.modules)
@@ -161,9 +161,12 @@ spent = time.perf_counter() - start
 new = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
 print(json.dumps({"ms": spent * 1e3, "new": new}))
 """
-    runs = [fresh(code) for _ in range(3)]
-    assert all(run["new"] == ["pagetile"] for run in runs)
-    assert min(run["ms"] for run in runs) < 50
+    for _ in range(3):
+        run = fresh(code)
+        assert run["new"] == ["pagetile"]
+        if run["ms"] < 50:
+            return
+    pytest.fail(f"import pagetile took {run['ms']:.0f} ms beyond torch")
 
 
 HEAVY = ["numba", "llvmlite", "triton", "transformers", "typer", "rich"]
