@@ -45,14 +45,6 @@ def load_query(q, at, active, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexp
     return first, second
 
 
-@triton.constexpr_function
-def pages_of_tile(tile, paged, log2_block):
-    """Pages a tile touches, where it starts at one: 1, 2 or 4; 0 where ids are looked up key by key instead."""
-    if not paged or log2_block < 0 or tile >> log2_block > 4:
-        return 0
-    return max(1, tile >> log2_block)
-
-
 @triton.jit
 def attend_span(
     lo,
@@ -73,6 +65,7 @@ def attend_span(
     DV2: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    PAGES: tl.constexpr,
     PAGED: tl.constexpr,
     LOG2_BLOCK: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -81,12 +74,13 @@ def attend_span(
     MASKED: tl.constexpr,
     GUARD: tl.constexpr,
 ):
-    """Add the tiles from ``lo`` (a multiple of ``TILE``) to ``hi``; also whether a wanted key had no usable block."""
+    """Add the tiles from ``lo`` (a multiple of ``TILE``) to ``hi``; also whether a wanted key had no usable block.
+
+    ``PAGES``: a tile is so many whole pages (1: or lies within one), whose ids are read as scalars one tile ahead of
+    their use; 0: the id of every key is looked up.
+    """
     peak, total, acc, acc2 = state
     missing = tl.zeros([TILE], tl.int32)
-    # A tile of a few whole pages (or within one) reads their ids as scalars, one tile ahead of their use; any other
-    # looks up the id of every key.
-    PAGES: tl.constexpr = pages_of_tile(TILE, PAGED, LOG2_BLOCK)
     ids = (lo,)
     if PAGES > 0:
         ids = page_ids(lo, bounds[1], place, LOG2_BLOCK, PAGES)
@@ -151,6 +145,7 @@ def attend_range(
     TILE: tl.constexpr,
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
+    PAGES: tl.constexpr,
     PAGED: tl.constexpr,
     LOG2_BLOCK: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -172,7 +167,7 @@ def attend_range(
     if SHARED_VIEW:
         state, missing = attend_span(
             lo, hi, state, query, rows, bounds, place, keys, values, score, D, D1, D2, DV, DV1, DV2, TILE, STAGES,
-            PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, False,
+            PAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, False,
         )  # fmt: skip
         if PAGED:
             if tl.max(missing, 0) > 0:
@@ -190,16 +185,16 @@ def attend_range(
         if LEFT_EDGE:
             state, _ = attend_span(
                 lo, full_lo, state, query, rows, bounds, place, keys, values, score, D, D1, D2, DV, DV1, DV2, EDGE, 1,
-                PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, True,
+                0, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, True,
             )  # fmt: skip
         else:
             full_lo = lo
         state, _ = attend_span(
             full_lo, full_hi, state, query, rows, bounds, place, keys, values, score, D, D1, D2, DV, DV1, DV2, TILE,
-            STAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, False, False,
+            STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, False, False,
         )  # fmt: skip
         state, _ = attend_span(
-            full_hi, hi, state, query, rows, bounds, place, keys, values, score, D, D1, D2, DV, DV1, DV2, EDGE, 1,
+            full_hi, hi, state, query, rows, bounds, place, keys, values, score, D, D1, D2, DV, DV1, DV2, EDGE, 1, 0,
             PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, True,
         )  # fmt: skip
     return state
@@ -292,6 +287,7 @@ def attend_kernel(
     TILE: tl.constexpr,
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
+    PAGES: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -347,8 +343,8 @@ def attend_kernel(
     state = attend_range(
         lo, hi, full_lo, full_hi, seq, query, (token + seq_len - q_len, row_lo, row_hi, slope), place,
         (k + kv_head.to(tl.int64) * k_head, k_block, k_token), (v + kv_head.to(tl.int64) * v_head, v_block, v_token),
-        (scale, cap), error, ROWS, D, D1, D2, DV, DV1, DV2, TILE, EDGE, STAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI,
-        PRESCALE, TOKENS == 1, LEFT or KEY_STARTS,
+        (scale, cap), error, ROWS, D, D1, D2, DV, DV1, DV2, TILE, EDGE, STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP,
+        ALIBI, PRESCALE, TOKENS == 1, LEFT or KEY_STARTS,
     )  # fmt: skip
     store_result(
         state, heads, active, out, row * out_token + heads.to(tl.int64) * out_head, lse,

@@ -41,6 +41,13 @@ def compiler_reasons(environment: dict[str, str] | None = None, include: str | N
     return reasons
 
 
+def interpreted() -> bool:
+    """Whether kernels run under Triton's interpreter, on CPU tensors."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
 @functools.cache
 def machine_reasons() -> tuple[str, ...]:
     """Every reason why no kernel can run here; empty on a machine with a GPU, or under Triton's interpreter."""
@@ -55,7 +62,7 @@ def machine_reasons() -> tuple[str, ...]:
             f"triton is {triton.__version__}; these kernels need {OLDEST[0]}.{OLDEST[1]} or newer "
             "(pip install -U triton)"
         )
-    if triton.knobs.runtime.interpret:
+    if interpreted():
         return tuple(reasons)
     if not torch.cuda.is_available():
         return (*reasons, "torch sees no CUDA device (pip install a CUDA build of torch, check the driver)")
@@ -66,8 +73,6 @@ def machine_reasons() -> tuple[str, ...]:
 
 def device_reasons(device: str) -> list[str]:
     """Why tensors on this type of device cannot be taken."""
-    import triton
-
-    if triton.knobs.runtime.interpret:
+    if interpreted():
         return [] if device == "cpu" else [f"under TRITON_INTERPRET=1 tensors live on the cpu, these are on {device}"]
     return [] if device == "cuda" else [f"the tensors are on {device}; Triton kernels run on cuda"]

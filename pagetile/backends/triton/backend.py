@@ -72,7 +72,7 @@ class TritonBackend:
         if isinstance(problem, AttendProblem):
             return tuning.plan_attend(problem, device_facts(device))
         if isinstance(problem, WriteProblem):
-            return tuning.plan_write(problem, device_facts(device))
+            return tuning.plan_write(problem)
         return tuning.plan_merge(problem)
 
     def write(self, call: WriteCall) -> None:
@@ -90,7 +90,7 @@ class TritonBackend:
         if found is None:
             from pagetile.backends.triton.calls import write_launch
 
-            plan = tuning.plan_write(call.problem, device_facts(key.device.index or 0))
+            plan = tuning.plan_write(call.problem)
             found = kept.put(name, (call.problem, write_launch(call, plan)))
         if slots.stride(0) != 1:
             slots = slots.contiguous()
@@ -118,7 +118,7 @@ class TritonBackend:
             launches = kept.put(name, AttendLaunches(call, plan))
         index = q.device.index or 0
         error = error_word(q.device)
-        if q.is_cuda and torch.cuda.current_device() != index:
+        if q.is_cuda and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 launches(call, index, error)
         else:
@@ -194,7 +194,7 @@ class TritonBackend:
     def _on(device: torch.device, launch, *tensors: Tensor) -> None:
         """Launch on the tensors' device; the current device is the same afterwards."""
         index = device.index or 0
-        if device.type == "cuda" and torch.cuda.current_device() != index:
+        if device.type == "cuda" and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 launch(index, *tensors)
         else:

@@ -70,7 +70,8 @@ class AttendLaunches:
         self.problem = call.problem  # held, since the key names it by identity
         self.plan = plan
         self.stages: list[tuple[str, Launch]] = []
-        self.partials: tuple[int, int, int] | None = None  # floats of acc, of peak, in all
+        self.partials: tuple[int, int, int] | None = None  # floats of the sums, of the peaks, in all
+        self.needs_middle = plan.split is not None or plan.invariant is not None
         if plan.rows:
             self.stages.append(("attend", _rows_launch(call, plan.rows)))
         if plan.split:
@@ -91,41 +92,59 @@ class AttendLaunches:
         states = -(-states // 4) * 4  # keeps the second and third part 16-byte aligned
         self.partials = (states * self.problem.head_size_v, states, states * (self.problem.head_size_v + 2))
 
-    def workspace(self, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-        """``(sums, peaks, totals)``: the caller's workspace, or memory of the current stream.
+    def workspace(self, call: AttendCall) -> Tensor:
+        """One float32 buffer for sums, peaks and totals: the caller's workspace, or memory of the current stream.
 
         The caching allocator hands memory of a stream out again in the order of that stream, and memory of a captured
         graph within that graph, so nothing is kept here that two streams or two graphs could share.
         """
-        if self.partials is None:
-            return call.q, call.q, call.q
-        sums, states, total = self.partials
-        buffer = call.workspace
-        if buffer is None:
-            buffer = torch.empty(total, dtype=torch.float32, device=call.q.device)
-        else:
-            buffer = _as_float32(buffer, total)
-        return buffer, buffer[sums:], buffer[sums + states :]
+        total = self.partials[2] if self.partials else 0
+        if call.workspace is not None:
+            return _as_float32(call.workspace, total)
+        return torch.empty(total, dtype=torch.float32, device=call.q.device)
 
     def __call__(self, call: AttendCall, device: int, error: Tensor) -> None:
+        """Launch everything on the current stream of ``device``, the current device."""
         q = call.q
-        lse = q if call.lse is None else call.lse
         lens: Any = call.key_start_loc if call.block_table is None else call.seq_lens
-        table = q if call.block_table is None else call.block_table
-        starts = q if call.key_starts is None else call.key_starts
-        slopes = q if call.alibi_slopes is None else call.alibi_slopes
-        sinks = q if call.sinks is None else call.sinks
-        loc = call.query_start_loc
-        partial = self.workspace(call) if self.partials else (q, q, q)
+        table, starts, slopes, sinks = call.block_table, call.key_starts, call.alibi_slopes, call.sinks
+        head = (q, call.k, call.v, call.out, q if call.lse is None else call.lse)
+        tail = (
+            call.query_start_loc, lens, q if table is None else table, q if starts is None else starts,
+            q if slopes is None else slopes, q if sinks is None else sinks, error,
+        )  # fmt: skip
+        middle: tuple[Tensor, ...] = ()
+        head_at = [t.data_ptr() for t in head]
+        tail_at = [t.data_ptr() for t in tail]
+        middle_at: list[int] = []
+        if self.partials is not None:
+            middle = (self.workspace(call),)
+            base = middle[0].data_ptr()
+            middle_at = [base, base + 4 * self.partials[0], base + 4 * (self.partials[0] + self.partials[1])]
+        elif self.needs_middle:
+            middle, middle_at = (q,), [head_at[0]] * 3
         for name, launch in self.stages:
             if name == "attend":
-                launch(device, q, call.k, call.v, call.out, lse, loc, lens, table, starts, slopes, sinks, error)
+                at = [*head_at, *tail_at]
             elif name == "split":
-                launch(
-                    device, q, call.k, call.v, call.out, lse, *partial, loc, lens, table, starts, slopes, sinks, error
-                )  # fmt: skip
+                at = [*head_at, *middle_at, *tail_at]
             else:
-                launch(device, call.out, lse, *partial, loc, lens, starts, sinks)
+                at = [*head_at[3:], *middle_at, tail_at[0], tail_at[1], tail_at[3], tail_at[5]]
+            if not launch.direct(device, at):
+                launch.public(device, self._tensors(name, head, middle, tail))
+
+    def _tensors(self, name: str, head: tuple, middle: tuple, tail: tuple) -> tuple[Tensor, ...]:
+        """The tensors of one stage, in the order of its kernel's signature."""
+        if name == "attend":
+            return (*head, *tail)
+        if self.partials is not None:
+            sums, states = self.partials[:2]
+            middle = (middle[0], middle[0][sums:], middle[0][sums + states :])
+        else:
+            middle = middle * 3
+        if name == "split":
+            return (*head, *middle, *tail)
+        return (*head[3:], *middle, tail[0], tail[1], tail[3], tail[5])
 
 
 def _as_float32(buffer: Tensor, total: int) -> Tensor:
@@ -196,6 +215,7 @@ def _attend_constants(call: AttendCall, tile: Tile, edges: bool = True) -> dict[
         "TILE": tile.keys,
         **({"EDGE": min(tile.keys, 32)} if edges else {}),
         "STAGES": tile.stages,
+        **({"PAGES": _scalar_pages(call, tile)} if edges else {}),
         "D": call.problem.head_size,
         "D1": tile.d[0],
         "D2": tile.d[1],
@@ -213,6 +233,13 @@ def _attend_constants(call: AttendCall, tile: Tile, edges: bool = True) -> dict[
         "LSE": call.lse is not None,
         "KEY_STARTS": call.key_starts is not None,
     }
+
+
+def _scalar_pages(call: AttendCall, tile: Tile) -> int:
+    """Pages whose ids a step reads as scalars (1, 2, 4 or 8); 0: it looks up the id of every key."""
+    log2 = log2_block(call.k.shape[1]) if call.block_table is not None else -1
+    pages = max(1, tile.keys >> log2) if log2 >= 0 else 0
+    return pages if pages <= min(8, tile.most_pages) else 0
 
 
 def _combine_constants(call: AttendCall) -> dict[str, Any]:
@@ -253,7 +280,8 @@ def _rows_launch(call: AttendCall, plan: RowsPlan) -> Launch:
 
 def _sharing(call: AttendCall, plan: SplitPlan) -> dict[str, Any]:
     num_seqs = call.query_start_loc.shape[0] - 1
-    return {"SEQS": 2 if plan.fixed else max(2, power_of_two(num_seqs)), "FIXED": plan.fixed}
+    seqs = 2 if plan.fixed else max(2, power_of_two(num_seqs))
+    return {"SEQS": seqs, "FIXED": plan.fixed}
 
 
 def _split_launch(call: AttendCall, plan: SplitPlan) -> Launch:

@@ -62,42 +62,32 @@ def locate(position, wanted, place, PAGED: tl.constexpr, LOG2_BLOCK: tl.constexp
 
 @triton.jit
 def page_ids(start, key_hi, place, LOG2_BLOCK: tl.constexpr, PAGES: tl.constexpr):
-    """The block ids of the ``PAGES`` table columns from the one that holds ``start``: a tuple of scalars, 64-bit.
+    """The ``PAGES`` table entries from the one of ``start`` on, as scalars; -1 where the keys below ``key_hi`` end.
 
-    -1 for an entry that the keys below ``key_hi`` do not need, that lies past the row or that names no block.
+    They are the bare entries: whoever uses them checks them, so that nothing waits for these loads before then.
     """
     table_row, num_cols, num_blocks, block_size, key_base = place
     first = start >> LOG2_BLOCK
     end = tl.minimum(num_cols, tl.cdiv(key_hi, 1 << LOG2_BLOCK))
     if PAGES == 1:
-        ids = (page_id(first, table_row, end, num_blocks),)
-    elif PAGES == 2:
-        ids = (page_id(first, table_row, end, num_blocks), page_id(first + 1, table_row, end, num_blocks))
+        ids = (tl.load(table_row + first, mask=first < end, other=-1),)
     else:
-        ids = (
-            page_id(first, table_row, end, num_blocks),
-            page_id(first + 1, table_row, end, num_blocks),
-            page_id(first + 2, table_row, end, num_blocks),
-            page_id(first + 3, table_row, end, num_blocks),
+        half: tl.constexpr = PAGES // 2
+        ids = page_ids(start, key_hi, place, LOG2_BLOCK, half) + page_ids(
+            start + (half << LOG2_BLOCK), key_hi, place, LOG2_BLOCK, half
         )
     return ids
 
 
 @triton.jit
-def page_id(column, table_row, end, num_blocks):
-    """One entry of a table row, -1 where there is none to use."""
-    block = tl.load(table_row + column, mask=column < end, other=-1).to(tl.int64)
-    return tl.where((block >= 0) & (block < num_blocks), block, -1)
-
-
-@triton.jit
-def page_bases(ids, stride, TILE: tl.constexpr, LOG2_BLOCK: tl.constexpr, PAGES: tl.constexpr):
-    """``id * stride`` of the page of each key of a tile that starts at a page: one product a page, not one a key."""
+def page_of_each_key(ids, num_blocks, TILE: tl.constexpr, LOG2_BLOCK: tl.constexpr, PAGES: tl.constexpr):
+    """``(block, usable)`` of the keys of a tile that starts at a page or lies within one; block 0 if not usable."""
     page = tl.arange(0, TILE) >> LOG2_BLOCK
-    base = tl.zeros([TILE], tl.int64) + ids[0] * stride
+    block = tl.zeros([TILE], tl.int64) + ids[0]
     for i in tl.static_range(1, PAGES):
-        base = tl.where(page >= i, ids[i] * stride, base)
-    return base
+        block = tl.where(page >= i, ids[i], block)
+    usable = (block >= 0) & (block < num_blocks)
+    return tl.where(usable, block, 0), usable
 
 
 @triton.jit
@@ -280,14 +270,13 @@ def attend_tile(
     j = start + tl.arange(0, TILE)
     wanted = (j >= key_lo) & (j < key_hi)
     if PAGES > 0:
+        block, usable = page_of_each_key(ids, place[2], TILE, LOG2_BLOCK, PAGES)
+        usable = usable & wanted
         offset = (j & ((1 << LOG2_BLOCK) - 1)).to(tl.int64)
-        usable = wanted & (page_bases(ids, 1, TILE, LOG2_BLOCK, PAGES) >= 0)
-        k_at = page_bases(ids, k_block, TILE, LOG2_BLOCK, PAGES) + offset * k_token
-        v_at = page_bases(ids, v_block, TILE, LOG2_BLOCK, PAGES) + offset * v_token
     else:
         block, offset, usable = locate(j, wanted, place, PAGED, LOG2_BLOCK, not MASKED)
-        k_at = block * k_block + offset * k_token
-        v_at = block * v_block + offset * v_token
+    k_at = block * k_block + offset * k_token
+    v_at = block * v_block + offset * v_token
 
     k = load_rows(k_ptr, k_at, usable, 0, D1, D, MASKED)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, keys]

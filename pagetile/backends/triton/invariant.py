@@ -143,7 +143,7 @@ def invariant_kernel(
         end = tl.minimum(c * CHUNK + CHUNK, hi)
         state, lost = attend_span(
             start, end, empty_state(ROWS, DV1, DV2), query, rows, (lo, hi), place, keys, values, (scale, cap), D, D1,
-            D2, DV, DV1, DV2, TILE, STAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, True,
+            D2, DV, DV1, DV2, TILE, STAGES, 0, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, True,
         )  # fmt: skip
         peak_c, total_c, acc_c, acc2_c = state
         missing = missing | lost

@@ -15,6 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
+from pagetile.backends.triton.available import interpreted
+
 KNOWN_VERSIONS = ("3.6",)
 """Triton versions whose compiled kernels are launched directly."""
 
@@ -41,11 +43,6 @@ def specialised_by(scalars: tuple, parameters: list) -> tuple:
             wide = not -(2**31) <= value < 2**31
             found.append(wide if parameter.do_not_specialize else (wide, value == 1, value % 16 == 0))
     return tuple(found)
-
-
-def interpreted() -> bool:
-    """Whether kernels run under Triton's interpreter, on CPU tensors."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 def direct_launch_known() -> bool:
@@ -83,28 +80,33 @@ class Launch:
 
     def __call__(self, device: int, *tensors: Tensor) -> None:
         """Launch on the current stream of ``device``, which must be the current device."""
-        pointers = [t.data_ptr() for t in tensors]
+        if not self.direct(device, [t.data_ptr() for t in tensors]):
+            self.public(device, tensors)
+
+    def direct(self, device: int, pointers: list[int]) -> bool:
+        """Launch through the compiled kernel's own launcher if it is at hand and its assumptions hold."""
+        found = self._direct
+        if found is None:
+            return False
         together = 0
         for pointer in pointers:
             together |= pointer
-        if together & 15 or not direct_launch_known():
-            self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
-            return
-        direct = self._direct
-        if direct is None:
-            direct = self._direct = self._find(device, tensors)
-            if direct is None:
-                return
-        run, function, cooperative, dependent, packed = direct
+        if together & 15:
+            return False
+        run, function, cooperative, dependent, packed = found
         x, y, z = self.grid
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(
             x, y, z, stream, function, cooperative, dependent, None, None, packed, None, None, None,
             *pointers, *self._tail,
         )  # fmt: skip
+        return True
 
-    def _find(self, device: int, tensors: tuple[Tensor, ...]) -> tuple | None:
-        """The direct launcher of this variant; where there is none yet, launch publicly and return None."""
+    def public(self, device: int, tensors: tuple[Tensor, ...]) -> None:
+        """Launch through Triton's public path; remember the variant if the next call can be launched directly."""
+        if not direct_launch_known() or any(t.data_ptr() & 15 for t in tensors):
+            self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
+            return
         key = (
             self.kernel.__name__,
             device,
@@ -113,16 +115,16 @@ class Launch:
             tuple(t.dtype for t in tensors),
             specialised_by(self.scalars, self.kernel.params[len(tensors) : len(tensors) + len(self.scalars)]),
         )
-        direct = _variants.get(key)
-        if direct is not None:
-            return direct
+        self._direct = _variants.get(key)
+        if self._direct is not None:
+            self.direct(device, [t.data_ptr() for t in tensors])
+            return
         compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
-        direct = _direct_launcher(compiled)
-        if direct is not None:
+        self._direct = _direct_launcher(compiled)
+        if self._direct is not None:
             while len(_variants) >= MAX_VARIANTS:
                 _variants.pop(next(iter(_variants), None), None)
-            _variants[key] = direct
-        return None
+            _variants[key] = self._direct
 
 
 def _direct_launcher(compiled: Any) -> tuple | None:

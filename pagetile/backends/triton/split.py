@@ -120,6 +120,7 @@ def split_kernel(
     TILE: tl.constexpr,
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
+    PAGES: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -192,8 +193,8 @@ def split_kernel(
     state = attend_range(
         lo, hi, full_lo, full_hi, seq, query, (token + seq_len - q_len, row_lo, row_hi, slope), place,
         (k + kv_head.to(tl.int64) * k_head, k_block, k_token), (v + kv_head.to(tl.int64) * v_head, v_block, v_token),
-        (scale, cap), error, ROWS, D, D1, D2, DV, DV1, DV2, TILE, EDGE, STAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI,
-        PRESCALE, TOKENS == 1, True,
+        (scale, cap), error, ROWS, D, D1, D2, DV, DV1, DV2, TILE, EDGE, STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP,
+        ALIBI, PRESCALE, TOKENS == 1, True,
     )  # fmt: skip
     if count == 1:
         store_result(
@@ -257,8 +258,6 @@ def combine_kernel(
     seq = tl.program_id(0) // max_q
     token = tl.program_id(0) % max_q
     q_start, q_len, seq_len, first_key, _ = find_sequence(seq, q_loc, key_lens, key_starts, PAGED, KEY_STARTS)
-    if (q_len > max_q) | (token >= q_len):
-        return
     window = (left, right)
     if FIXED:
         _, tiles = key_tiles(q_len, seq_len, first_key, window, TILE, LEFT, RIGHT)
@@ -272,7 +271,7 @@ def combine_kernel(
         index = tl.arange(0, SEQS)
         first = tl.sum(tl.where(index < seq, items, 0), 0)
         count = tl.sum(tl.where(index == seq, items, 0), 0)
-    if count == 1:
+    if (q_len > max_q) | (token >= q_len) | (count == 1):
         return
 
     group_head = head % GROUP

@@ -21,7 +21,13 @@ CHUNK_KEYS = 1024
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What tuning needs to know of a device: multiprocessors, shared memory a program may use, compute capability."""
+    """What tuning needs to know of a device; by default an H200.
+
+    Attributes:
+        processors: multiprocessors.
+        shared_bytes: shared memory that one program may use.
+        capability: compute capability (of AMD devices, what torch reports in its place).
+    """
 
     processors: int = 132
     shared_bytes: int = 232448
@@ -37,6 +43,7 @@ class Tile:
         heads, head_tiles: query heads of a group packed in a tile, and tiles a group needs.
         keys: keys a step. ``warps``, ``stages``: of the launch.
         d, dv: parts of the head sizes, ``(first, second)``, each a power of two; 0 is no second part.
+        most_pages: a step of up to so many whole pages reads their ids as scalars, one step ahead; 0 never does.
     """
 
     rows: int
@@ -48,6 +55,7 @@ class Tile:
     stages: int
     d: tuple[int, int]
     dv: tuple[int, int]
+    most_pages: int = 8
 
     def __str__(self) -> str:
         parts = "+".join(str(x) for x in self.d if x)
@@ -317,24 +325,22 @@ def _plan_invariant(problem: AttendProblem, device: DeviceFacts) -> AttendPlan:
     return AttendPlan(invariant=plan, reasons=(why, "the bits do not depend on this choice"))
 
 
-def plan_write(problem: WriteProblem, device: DeviceFacts) -> WritePlan:
+def plan_write(problem: WriteProblem) -> WritePlan:
     """A token's heads as one span where they lie together and one scale serves all; a head at a time otherwise."""
     widest = max(problem.head_size, problem.head_size_v)
     size = ITEM_BYTES[problem.dtype]
     if problem.heads_contiguous and problem.scale in ("none", "tensor"):
-        width = min(2048, max(16, power_of_two(problem.num_kv_heads * widest)))
+        width = min(2048 // size, max(16, power_of_two(problem.num_kv_heads * widest)))
         why = "the heads of a token are one run of elements in source and cache, so a program moves whole tokens"
         span = True
     else:
         width = max(16, power_of_two(widest))
         why = "the heads of a token lie apart in source or cache, so a program moves single heads"
         span = False
-    total = problem.num_tokens * (1 if span else problem.num_kv_heads)
-    # 16 KiB of K and V a program keeps enough loads in flight; small writes rather spread over all multiprocessors.
-    rows = max(1, 16384 // (2 * width * size))
-    while rows > 1 and -(-total // rows) < 4 * device.processors:
-        rows //= 2
-    warps = max(1, min(4, 2 * rows * width * size // (32 * 16)))
+    # 2 KiB each of K and V a program, two 16-byte loads of each a thread: many small programs hide the latency of the
+    # slots better than few large ones at every size measured.
+    rows = max(1, 2048 // (width * size))
+    warps = max(1, min(4, rows * width * size // 1024))
     aligned = "16-byte accesses" if problem.aligned else "element accesses: a base or stride is not 16-byte aligned"
     return WritePlan(span, rows, width, warps, (why, aligned))
 

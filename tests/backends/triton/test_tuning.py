@@ -108,12 +108,12 @@ def test_pipelines_fit_in_shared_memory() -> None:
 
 def test_write_splits_and_says_why() -> None:
     problem = WriteProblem("cuda", "bfloat16", "bfloat16", "paged", 8192, 8, 128, 128, 16)
-    span, heads = plan_write(problem, DEVICE), plan_write(replace(problem, heads_contiguous=False), DEVICE)
+    span, heads = plan_write(problem), plan_write(replace(problem, heads_contiguous=False))
     assert span.span
     assert not heads.span
     assert "one run" in str(span)
     assert "lie apart" in str(heads)
-    assert plan_write(replace(problem, num_tokens=1), DEVICE).rows == 1
+    assert plan_write(replace(problem, num_tokens=1)).rows == 1
 
 
 def test_missing_compiler_and_headers_are_reasons(tmp_path: Path) -> None:
