@@ -155,7 +155,7 @@ def _from_pretrained(path: str, dtype: torch.dtype | None, with_tokenizer: bool)
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """A folder without tokenizer files is a model driven by token ids; Transformers would make up an empty tokenizer."""
+    """A folder without tokenizer files is driven by token ids; Transformers would make up an empty tokenizer for it."""
     return not folder.is_dir() or any(
         next(folder.glob(pattern), None) for pattern in ("tokenizer*", "vocab*", "spiece*", "*.model", "*.tiktoken")
     )
