@@ -169,8 +169,8 @@ def walk(
         )
     if tile < 1 or splits < 1:
         raise ArgumentError(f"tile is {tile} and splits is {splits}; both must be at least 1")
-    scale = q.shape[0] ** -0.5 if scale is None else scale
-    scores = scale * (k @ q)
+    factor = q.shape[0] ** -0.5 if scale is None else scale
+    scores = factor * (k @ q)
     lo, hi = (0, len(k)) if visible is None else (max(0, visible[0]), min(len(k), visible[1]))
     keys = torch.arange(len(k))
     scores = torch.where((keys >= lo) & (keys < hi), scores, -math.inf)

@@ -207,7 +207,7 @@ class Tracer:
             for call in step.calls:
                 call.slots, call.query_start_loc = _host(call.slots), _host(call.query_start_loc)
                 call.seq_lens, call.key_starts = _host(call.seq_lens), _host(call.key_starts)
-                if call.table is None or isinstance(call.table, Table):
+                if call.table is None or call.seq_lens is None or isinstance(call.table, Table):
                     continue
                 raw = call.table
                 if id(raw) not in folded:
