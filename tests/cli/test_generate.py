@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from pagetile.cli.app import app
 from pagetile.cli.report import saved, size
 
-WORDS = list("abcdefghij") + ["the", "cat", "sat", "on", "mat", "why", "is", "sky", "blue", "<s>", "</s>", "<unk>"]
+WORDS = [*"abcdefghij", "the", "cat", "sat", "on", "mat", "why", "is", "sky", "blue", "<s>", "</s>", "<unk>"]
 
 
 @pytest.fixture(scope="module")
