@@ -9,7 +9,6 @@ import typer
 from pagetile.cli.doctor import doctor
 from pagetile.cli.generate import generate
 from pagetile.cli.warmup import warmup
-from pagetile.cli.windows import register as add_windows
 from pagetile.cli.windows import register as register_windows
 
 app = typer.Typer(
@@ -22,7 +21,6 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(doctor)
 app.command()(warmup)
-add_windows(app)
 register_windows(app)
 
 
