@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_func,
         flash_attn_with_kvcache,
         merge_attn_states,
+        raise_deferred,
         reshape_and_cache_flash,
     )
 
@@ -58,6 +59,7 @@ _HOMES = {
         "flash_attn_varlen_func",
         "flash_attn_with_kvcache",
         "merge_attn_states",
+        "raise_deferred",
         "reshape_and_cache_flash",
     ),
 }
@@ -88,6 +90,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "merge_attn_states",
+    "raise_deferred",
     "reshape_and_cache_flash",
     "window_from_sliding",
 ]

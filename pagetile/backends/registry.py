@@ -56,6 +56,11 @@ def load(name: str) -> Backend | str:
     return found
 
 
+def loaded() -> list[Backend]:
+    """The backends that have been loaded so far."""
+    return [found for found in list(_loaded.values()) if not isinstance(found, str)]
+
+
 def forget() -> None:
     """Load every backend anew at the next call (after installing a missing extra, or in a test)."""
     _loaded.clear()

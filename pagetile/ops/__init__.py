@@ -3,8 +3,9 @@
 Importing this package registers ``torch.ops.pagetile.*`` (:mod:`pagetile.ops.library`).
 """
 
-from pagetile.ops import library as library
+import pagetile.ops.library  # noqa: F401 (registers the operators)
 from pagetile.ops.attention import flash_attn_varlen_func
+from pagetile.ops.deferred import raise_deferred
 from pagetile.ops.kvcache import flash_attn_with_kvcache
 from pagetile.ops.merge import merge_attn_states
 from pagetile.ops.write import reshape_and_cache_flash
@@ -13,5 +14,6 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "merge_attn_states",
+    "raise_deferred",
     "reshape_and_cache_flash",
 ]

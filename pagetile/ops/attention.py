@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagetile.backends.protocol import AttendCall, Scale
+from pagetile.backends.protocol import AttendCall, Backend, Scale
 from pagetile.contracts.errors import ArgumentError, UnsupportedError
 from pagetile.contracts.problem import AttendProblem
 from pagetile.contracts.shapes import require_tensor
@@ -21,8 +21,10 @@ from pagetile.ops.bind_attention import VARLEN, AttendArgs, Names, bind_attend
 from pagetile.ops.checks import (
     QUANTISED,
     bump_version,
+    check_named,
     check_no_grad,
     check_validate,
+    check_values,
     host_float,
     host_int,
     is_plain,
@@ -61,7 +63,7 @@ def flash_attn_varlen_func(
     num_splits: int = 0,
     s_aux: Tensor | None = None,
     *,
-    backend: str = "auto",
+    backend: str | Backend = "auto",
     validate: bool | str = False,
     batch_invariant: bool = False,
     kv_cache_dtype: str = "auto",
@@ -96,8 +98,8 @@ def flash_attn_varlen_func(
         num_splits: splits of the keys; 0 leaves the choice to the backend.
         s_aux: ``[Hq]``, any floating dtype: sinks, a logit that joins the denominator only.
         q_v, dropout_p, return_attn_probs, q_descale: not implemented; anything but the default raises.
-        backend: ``auto``, or the name of one backend.
-        validate: values are always checked on the CPU; ``True`` and ``"deferred"`` are for GPUs.
+        backend: ``auto``, the name of one backend, or a backend object.
+        validate: see :func:`pagetile.reshape_and_cache_flash`.
         batch_invariant: a row's bits do not depend on what else is in the batch.
         kv_cache_dtype: what a quantised cache holds, see :func:`pagetile.reshape_and_cache_flash`.
         workspace: scratch memory of the caller, or None.
@@ -154,7 +156,8 @@ def attend(args: AttendArgs, names: Names = VARLEN) -> tuple[Tensor, Tensor | No
         require_tensor(name, tensor)
     if torch.is_grad_enabled():
         check_no_grad((*args.tensors(names), ("k_descale", args.k_scale), ("v_descale", args.v_scale)))
-    check_validate(args.validate, args.q.device)
+    check_validate(args.validate)
+    check_named(args.backend)
     inputs = op_arguments(args)
     q, out, lse = args.q, args.out, args.lse
     if out is not None or args.workspace is not None:
@@ -180,7 +183,7 @@ def plan_attend(args: AttendArgs, names: Names = VARLEN) -> Plan[AttendProblem]:
         check_no_grad((*args.tensors(names), ("k_descale", args.k_scale), ("v_descale", args.v_scale)))
     q, k, v, loc, lens, table = args.q, args.k, args.v, args.query_start_loc, args.seq_lens, args.block_table
     if args.validate is not False:
-        check_validate(args.validate, q.device)
+        check_validate(args.validate)
     aligned = not (k.data_ptr() | v.data_ptr()) & 15
     plan_key = (
         "attend",
@@ -203,50 +206,63 @@ def plan_attend(args: AttendArgs, names: Names = VARLEN) -> Plan[AttendProblem]:
 
 def execute(plan: Plan[AttendProblem], args: AttendArgs) -> tuple[Tensor, Tensor | None]:
     """Run a planned attention; allocates the outputs that are missing."""
+    call, out = attend_call(plan, args)
+    if args.validate is True:
+        check_values(plan.backend, call)
+    return run_attend_call(plan, call, args, out)
+
+
+def attend_call(plan: Plan[AttendProblem], args: AttendArgs) -> tuple[AttendCall, Tensor]:
+    """What the backend will be asked, and the ``out`` that the caller gets."""
     problem = plan.problem
     k_scale, v_scale = scales_of(problem, args)
     q, out, lse = args.q, args.out, args.lse
     if out is None:
-        out = torch.empty(
-            (problem.num_tokens, problem.num_q_heads, problem.head_size_v), dtype=q.dtype, device=q.device
-        )
+        shape = (problem.num_tokens, problem.num_q_heads, problem.head_size_v)
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
     if lse is None and args.with_lse:
         lse = torch.empty((problem.num_q_heads, problem.num_tokens), dtype=torch.float32, device=q.device)
     target = out
     if out.stride(2) != 1 and out.shape[2] > 1:
         # A backend writes rows. The copy starts as what is there, for the rows that must stay as they are.
         target = out.clone(memory_format=torch.contiguous_format)
-    plan.backend.attend(
-        AttendCall(
-            problem,
-            q,
-            args.k,
-            args.v,
-            target,
-            lse,
-            args.query_start_loc,
-            args.seq_lens,
-            args.key_start_loc,
-            args.block_table,
-            args.scale,
-            args.window,
-            args.softcap,
-            args.key_starts,
-            args.alibi_slopes,
-            args.sinks,
-            k_scale,
-            v_scale,
-            args.workspace,
-        )
+    call = AttendCall(
+        problem,
+        q,
+        args.k,
+        args.v,
+        target,
+        lse,
+        args.query_start_loc,
+        args.seq_lens,
+        args.key_start_loc,
+        args.block_table,
+        args.scale,
+        args.window,
+        args.softcap,
+        args.key_starts,
+        args.alibi_slopes,
+        args.sinks,
+        k_scale,
+        v_scale,
+        args.workspace,
     )
-    if target is not out:
-        out.copy_(target)
+    return call, out
+
+
+def run_attend_call(
+    plan: Plan[AttendProblem], call: AttendCall, args: AttendArgs, out: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Run a prepared attention."""
+    plan.backend.attend(call)
+    if call.out is not out:
+        out.copy_(call.out)
     if torch.is_grad_enabled():
         if args.out is not None:
             bump_version(out)
         if args.lse is not None:
             bump_version(args.lse)
-    return out, lse
+    return out, call.lse
 
 
 def scales_of(problem: AttendProblem, args: AttendArgs) -> tuple[Scale, Scale]:

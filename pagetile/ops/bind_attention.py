@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagetile.backends.protocol import Scale
+from pagetile.backends.protocol import Backend, Scale
 from pagetile.contracts.dtypes import dtype_name
 from pagetile.contracts.errors import ArgumentError, ShapeError
 from pagetile.contracts.problem import AttendProblem, Granularity
@@ -75,7 +75,7 @@ class AttendArgs:
     num_splits: int = 0
     batch_invariant: bool = False
     workspace: Tensor | None = None
-    backend: str = "auto"
+    backend: str | Backend = "auto"
     validate: bool | str = False
     with_lse: bool = False
 

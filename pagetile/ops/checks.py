@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagetile.backends.protocol import AttendCall, Backend, WriteCall
 from pagetile.contracts.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from pagetile.contracts.problem import Granularity
 from pagetile.contracts.shapes import require_device, require_dtype
@@ -60,22 +61,44 @@ def bump_version(tensor: Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def check_validate(validate: bool | str, device: torch.device) -> None:
+def check_validate(validate: bool | str) -> None:
     """Hold ``validate=`` to its three values.
-
-    On the CPU every value is checked by the backend whatever was asked.
 
     Raises:
         ArgumentError: not ``False``, ``True`` or ``"deferred"``.
-        UnsupportedError: ``True`` or ``"deferred"`` on a device without a checking kernel.
     """
-    if validate is False:
-        return
-    if validate is not True and validate != "deferred":
+    if validate is not False and validate is not True and validate != "deferred":
         raise ArgumentError(f"validate is {validate!r}; it must be False, True or 'deferred'")
-    if device.type not in ("cpu", "meta"):
+
+
+def check_values(backend: Backend, call: WriteCall | AttendCall) -> None:
+    """``validate=True``: look at every slot or block id before the op. On the CPU the op itself does.
+
+    Raises:
+        SlotError, BlockTableError: a value outside the cache; nothing has been written.
+        UnsupportedError: the backend cannot look, or a CUDA graph is being captured.
+    """
+    if call.problem.device == "cpu":
+        return
+    check = getattr(backend, "check", None)
+    if check is None:
         raise UnsupportedError(
-            f"validate={validate!r} on {device}: values are checked on the CPU only, so far; pass validate=False"
+            f"validate=True: the backend {backend.name} cannot check values on {call.problem.device}; "
+            "pass validate=False, or take a backend that can"
+        )
+    check(call)
+
+
+def check_named(backend: str | Backend) -> None:
+    """Hold ``backend=`` to a name where it becomes part of a graph.
+
+    Raises:
+        UnsupportedError: it is an object.
+    """
+    if not isinstance(backend, str):
+        raise UnsupportedError(
+            f"backend is an object ({type(backend).__name__}), which a compiled graph, fake tensors or tensor "
+            "subclasses cannot carry; pass a name"
         )
 
 

@@ -61,11 +61,11 @@ def select(problem: Problem, backend: str | Backend = "auto") -> Backend:
 
 def ask(name: str, problem: Problem) -> tuple[Backend | None, list[str]]:
     """The backend called ``name`` and no reasons, or None and every reason why it cannot take ``problem``."""
-    devices = registry.BACKENDS[name].devices
-    if devices and problem.device not in devices:
-        return None, [f"the tensors are on {problem.device}, and {name} takes {' or '.join(devices)}"]
     found = registry.load(name)
     if isinstance(found, str):
+        devices = registry.BACKENDS[name].devices
+        if devices and problem.device not in devices:
+            return None, [f"the tensors are on {problem.device}, and {name} takes {' or '.join(devices)}", found]
         return None, [found]
     why = found.why_not(problem)
     return (None, why) if why else (found, [])

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from pagetile.backends.protocol import Scale
+from pagetile.backends.protocol import Backend, Scale
 from pagetile.contracts.errors import ArgumentError, ShapeError, UnsupportedError
 from pagetile.contracts.shapes import (
     Sizes,
@@ -23,19 +23,20 @@ from pagetile.contracts.shapes import (
 from pagetile.ops.append import append_slots
 from pagetile.ops.attention import (
     attend,
+    attend_call,
     check_softcap,
     default_scale,
     execute,
     float_sinks,
     fold_window,
     plan_attend,
-    scales_of,
+    run_attend_call,
 )
 from pagetile.ops.bind_attention import AttendArgs, Names
-from pagetile.ops.checks import INDEX_DTYPES, check_no_grad, host_int, is_plain
+from pagetile.ops.checks import INDEX_DTYPES, check_no_grad, check_values, host_int, is_plain
 from pagetile.ops.plans import PLANS, tensor_key
 from pagetile.ops.rotary import query_positions, rotate
-from pagetile.ops.write import reshape_and_cache_flash, run_write
+from pagetile.ops.write import plan_write, reshape_and_cache_flash, run_write_call, write_call
 
 NAMES = Names(k="k_cache", v="v_cache", seq_lens="cache_seqlens", key_starts="cache_leftpad")
 
@@ -64,7 +65,7 @@ def flash_attn_with_kvcache(
     v_descale: Scale = None,
     s_aux: Tensor | None = None,
     *,
-    backend: str = "auto",
+    backend: str | Backend = "auto",
     validate: bool | str = False,
     batch_invariant: bool = False,
     kv_cache_dtype: str = "auto",
@@ -170,20 +171,31 @@ def flash_attn_with_kvcache(
 def _append_and_attend(
     args: AttendArgs, k: Tensor | None, v: Tensor | None, slots: Tensor | None, seen: Hashable
 ) -> tuple[Tensor, Tensor | None]:
-    """Both plans are made before the first byte is written. ``seen``: what to remember that the tensors agree by."""
-    if seen is not None:
-        plan = plan_attend(args, NAMES)
-        PLANS.put(seen, plan)
-        scales_of(plan.problem, args)
-    if slots is not None:
-        assert k is not None
-        assert v is not None
-        append = (k, v, args.k, args.v, slots, args.kv_cache_dtype, args.k_scale, args.v_scale)
-        if seen is not None:
-            run_write(*append, args.backend, args.validate)
-        else:
-            reshape_and_cache_flash(*append, backend=args.backend, validate=args.validate)
-    return execute(plan, args) if seen is not None else attend(args, NAMES)
+    """Both calls are planned and checked before the first byte is written.
+
+    ``seen``: the key to remember by that the tensors agree; None where the call goes through the operators.
+    """
+    append = None
+    if k is not None and v is not None and slots is not None:
+        append = (k, v, args.k, args.v, slots)
+    if seen is None:
+        if append is not None:
+            scales = (args.kv_cache_dtype, args.k_scale, args.v_scale)
+            reshape_and_cache_flash(*append, *scales, backend=args.backend, validate=args.validate)
+        return attend(args, NAMES)
+
+    plan = plan_attend(args, NAMES)
+    PLANS.put(seen, plan)
+    if append is None:
+        return execute(plan, args)
+    call, out = attend_call(plan, args)
+    write_plan = plan_write(*append, args.kv_cache_dtype, args.k_scale, args.v_scale, args.backend, args.validate)
+    appending = write_call(write_plan, *append, args.k_scale, args.v_scale)
+    if args.validate is True:
+        check_values(write_plan.backend, appending)
+        check_values(plan.backend, call)
+    run_write_call(write_plan, appending)
+    return run_attend_call(plan, call, args, out)
 
 
 def _starts(batch: int, num_queries: int, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagetile.backends.protocol import MergeCall
+from pagetile.backends.protocol import Backend, MergeCall
 from pagetile.contracts.dtypes import dtype_name
 from pagetile.contracts.problem import MergeProblem
 from pagetile.contracts.shapes import (
@@ -19,7 +19,7 @@ from pagetile.contracts.shapes import (
     require_same_dtype,
     require_tensor,
 )
-from pagetile.ops.checks import QUERY_DTYPES, bump_version, check_no_grad, check_validate, is_plain
+from pagetile.ops.checks import QUERY_DTYPES, bump_version, check_named, check_no_grad, check_validate, is_plain
 from pagetile.ops.dispatch import select
 from pagetile.ops.plans import PLANS, Plan, tensor_key
 
@@ -32,7 +32,7 @@ def merge_attn_states(
     suffix_lse: Tensor,
     output_lse: Tensor | None = None,
     *,
-    backend: str = "auto",
+    backend: str | Backend = "auto",
     validate: bool | str = False,
 ) -> None:
     """Add two states, in place of ``output`` and ``output_lse``.
@@ -42,7 +42,7 @@ def merge_attn_states(
         prefix_output, suffix_output: ``[T, H, D]`` float32, float16 or bfloat16, all three of one dtype.
         prefix_lse, suffix_lse: float32 ``[H, T]``, any strides, natural logarithm. -inf (and +inf) is an empty state.
         output_lse: float32 ``[H, T]``, any strides, or None.
-        backend: ``auto``, or the name of one backend.
+        backend: ``auto``, the name of one backend, or a backend object.
         validate: there are no values to check; its own value is.
 
     The empty state is the identity, bit for bit; two empty states make the empty state (0, -inf).
@@ -60,7 +60,8 @@ def merge_attn_states(
         require_tensor(name, tensor)
     if torch.is_grad_enabled():
         check_no_grad(_named(*tensors, output_lse))
-    check_validate(validate, output.device)
+    check_validate(validate)
+    check_named(backend)
     torch.ops.pagetile.merge_out(*tensors, output_lse, backend)
 
 
@@ -71,7 +72,7 @@ def run_merge(
     suffix_output: Tensor,
     suffix_lse: Tensor,
     output_lse: Tensor | None,
-    backend: str,
+    backend: str | Backend,
     validate: bool | str = False,
 ) -> None:
     """Validate, dispatch and run a merge on plain tensors."""
@@ -79,7 +80,7 @@ def run_merge(
     if torch.is_grad_enabled():
         check_no_grad(_named(*tensors))
     if validate is not False:
-        check_validate(validate, output.device)
+        check_validate(validate)
     plan_key = ("merge", *[tensor_key(tensor) for tensor in tensors], backend)
     plan: Plan[MergeProblem] | None = PLANS.get(plan_key)
     if plan is None:

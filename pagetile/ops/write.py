@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagetile.backends.protocol import Scale, WriteCall
+from pagetile.backends.protocol import Backend, Scale, WriteCall
 from pagetile.contracts.dtypes import dtype_name, storage_kind
 from pagetile.contracts.errors import DTypeError, ShapeError
 from pagetile.contracts.problem import Granularity, WriteProblem
@@ -26,8 +26,10 @@ from pagetile.ops.checks import (
     QUANTISED,
     QUERY_DTYPES,
     bump_version,
+    check_named,
     check_no_grad,
     check_validate,
+    check_values,
     finest,
     is_plain,
     scale_granularity,
@@ -48,7 +50,7 @@ def reshape_and_cache_flash(
     k_scale: Scale = None,
     v_scale: Scale = None,
     *,
-    backend: str = "auto",
+    backend: str | Backend = "auto",
     validate: bool | str = False,
 ) -> None:
     """Store the keys and values of new tokens in the caches, in place.
@@ -67,8 +69,10 @@ def reshape_and_cache_flash(
         k_scale, v_scale: of a quantised cache, stored = x / scale: None (1), a float, float32 0-d, ``[1]`` or
             ``[Hkv]``. A cache that is not quantised has none; there a scale other than 1 raises (on the CPU, and for
             floats).
-        backend: ``auto``, or the name of one backend.
-        validate: slots are always checked on the CPU; ``True`` and ``"deferred"`` are for GPUs.
+        backend: ``auto``, the name of one backend, or a backend object.
+        validate: slots are always checked on the CPU. On a GPU a slot outside the cache is skipped and kept for
+            :func:`pagetile.raise_deferred` (``False`` and ``"deferred"``: nothing waits), or raises before anything is
+            written (``True``: a checking kernel and one synchronisation, refused while a graph is captured).
 
     Raises:
         ShapeError, DTypeError, DeviceError, ArgumentError: tensors that do not agree; the message names both.
@@ -84,7 +88,8 @@ def reshape_and_cache_flash(
         require_tensor(name, tensor)
     if torch.is_grad_enabled():
         check_no_grad(tensors)
-    check_validate(validate, key.device)
+    check_validate(validate)
+    check_named(backend)
     k_tensor, k_float = split_scale(k_scale)
     v_tensor, v_float = split_scale(v_scale)
     torch.ops.pagetile.write(
@@ -101,7 +106,7 @@ def run_write(
     kv_cache_dtype: str,
     k_scale: Scale,
     v_scale: Scale,
-    backend: str,
+    backend: str | Backend,
     validate: bool | str,
 ) -> None:
     """Validate, dispatch and run a write on plain tensors."""
@@ -110,6 +115,27 @@ def run_write(
     plan = plan_write(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, backend, validate
     )
+    call = write_call(plan, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    if validate is True:
+        check_values(plan.backend, call)
+    run_write_call(plan, call)
+
+
+def write_call(
+    plan: Plan[WriteProblem],
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> WriteCall:
+    """What the backend will be asked.
+
+    Raises:
+        ArgumentError: a scale other than 1 for a cache that is not quantised.
+    """
     problem = plan.problem
     if problem.kind not in QUANTISED:
         if k_scale is not None:
@@ -117,10 +143,15 @@ def run_write(
         if v_scale is not None:
             unit_scale("v_scale", v_scale, problem.kind)
         k_scale = v_scale = None
-    plan.backend.write(WriteCall(problem, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale))
+    return WriteCall(problem, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+
+
+def run_write_call(plan: Plan[WriteProblem], call: WriteCall) -> None:
+    """Run a prepared write."""
+    plan.backend.write(call)
     if torch.is_grad_enabled():
-        bump_version(key_cache)
-        bump_version(value_cache)
+        bump_version(call.key_cache)
+        bump_version(call.value_cache)
 
 
 def plan_write(
@@ -132,12 +163,12 @@ def plan_write(
     kv_cache_dtype: str,
     k_scale: Scale,
     v_scale: Scale,
-    backend: str,
+    backend: str | Backend,
     validate: bool | str,
 ) -> Plan[WriteProblem]:
     """The validated problem and its backend; kept by everything that does not depend on data."""
     if validate is not False:
-        check_validate(validate, key.device)
+        check_validate(validate)
     aligned = not (key.data_ptr() | value.data_ptr() | key_cache.data_ptr() | value_cache.data_ptr()) & 15
     plan_key = (
         "write",

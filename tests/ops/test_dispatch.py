@@ -106,10 +106,10 @@ def test_the_device_of_the_tensors_decides() -> None:
     assert registry.candidates("cuda") == ["hopper", "triton", "reference"]
     assert registry.candidates("cpu") == ["cpu", "reference"]
     assert registry.candidates("xpu") == ["reference"]
-    with pytest.raises(pagetile.BackendError, match="the tensors are on cuda, and cpu takes cpu"):
+    with pytest.raises(pagetile.BackendError, match=r"backend='cpu' cannot merge.*the tensors are on cuda"):
         dispatch.select(merge_of(8, "cuda"), "cpu")
-    with pytest.raises(pagetile.BackendError, match="the tensors are on cpu, and triton takes cuda"):
-        dispatch.select(PROBLEM, "triton")
+    with pytest.raises(pagetile.BackendError, match=r"backend='hopper' cannot.*on cpu, and hopper takes cuda"):
+        dispatch.select(PROBLEM, "hopper")
 
 
 def test_a_missing_extra_is_a_reason_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,8 @@ def test_reasons_of_every_backend() -> None:
     reasons = dispatch.reasons(PROBLEM)
     assert list(reasons) == ["hopper", "triton", "cpu", "reference"]
     assert reasons["reference"] == []
-    assert "the tensors are on cpu" in reasons["triton"][0]
+    assert reasons["triton"]
+    assert "the tensors are on cpu" in reasons["hopper"][0]
 
 
 def test_the_op_asks_once_for_each_question(fussy: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +164,28 @@ def test_the_op_asks_once_for_each_question(fussy: Any, batch: Any, monkeypatch:
     reshape_and_cache_flash(**{**batch.write_arguments(), "slot_mapping": batch.slot_mapping[:4]})
     assert [problem.num_tokens for problem in asked] == [5, 4]
     assert len(fussy.calls) == 4
+
+
+def test_a_backend_object_is_taken_as_it_is(batch: Any) -> None:
+    mine = Fussy()
+    reshape_and_cache_flash(**batch.write_arguments(), backend=mine)
+    out = flash_attn_varlen_func(**batch.attend_arguments(), backend=mine)
+    assert [type(call) for call in mine.calls] == [WriteCall, AttendCall]
+    assert mine.calls[1].out is out
+    with pytest.raises(pagetile.BackendError, match="backend 'fussy' cannot"):
+        dispatch.select(merge_of(16), mine)
+    subclass = batch.key.as_subclass(type("Wrapped", (torch.Tensor,), {}))
+    with pytest.raises(pagetile.UnsupportedError, match=r"backend is an object \(Fussy\)"):
+        reshape_and_cache_flash(**{**batch.write_arguments(), "key": subclass}, backend=mine)
+
+
+def test_deferred_errors_are_asked_of_every_loaded_backend(fussy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(fussy, "raise_deferred", asked.append, raising=False)
+    registry.load("reference")
+    pagetile.raise_deferred()
+    pagetile.raise_deferred("cpu")
+    assert asked == [None, torch.device("cpu")]
 
 
 @pytest.mark.usefixtures("fussy")

@@ -35,6 +35,7 @@ SURFACE = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "merge_attn_states",
+    "raise_deferred",
     "reshape_and_cache_flash",
     "window_from_sliding",
 ]
