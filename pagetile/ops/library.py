@@ -257,8 +257,7 @@ def _register() -> None:
     for name, schema in SCHEMAS.items():
         kernel, fake = kernels[name]
         LIBRARY.define(name + schema)
-        LIBRARY.impl(name, kernel, "CPU")
-        LIBRARY.impl(name, kernel, "CUDA")
+        LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # any device: dispatch says which backend, or why none
         register_fake(f"pagetile::{name}", fake, lib=LIBRARY)
     keep_in_place(("write", "attend_out", "merge_out"))
 
