@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagetile.backends.registry import BACKENDS
 from pagetile.contracts.geometry import blocks_for
 from pagetile.ops import flash_attn_varlen_func
+from pagetile.testing import AttendCase, takes
 from pagetile.testing.machine import Subject, subjects
 from pagetile.testing.poison import garbage_tails
 
-SUBJECTS = subjects()
+SUBJECTS = [s for s in subjects() if s.device in (BACKENDS[s.name].devices or (s.device,))]
+"""Backends that the public ops hand these tensors to (an interpreted Triton takes them only when called itself)."""
 
 
 def each_backend() -> pytest.MarkDecorator:
@@ -159,3 +162,9 @@ def only_on_cpu(subject: Subject) -> None:
     """Skip where the memory cannot be reserved without being had."""
     if subject.device != "cpu":
         pytest.skip("a GPU has no memory that is reserved but not there")
+
+
+def quantised_backends(kind: str) -> pytest.MarkDecorator:
+    """Parametrise over the backends that declare that they take a quantised cache."""
+    taking = [s for s in SUBJECTS if takes(s.backend, AttendCase(kind=kind, scale="head"), s.device)]
+    return pytest.mark.parametrize("subject", taking, ids=str)

@@ -26,12 +26,13 @@ def test_sliding_window_counts_itself_transformers_39408(subject: Subject) -> No
 
 @each_backend()
 def test_the_helper_is_the_mask_of_transformers_vllm_3385(subject: Subject) -> None:
-    """Two stacks disagree whether W counts the query's own token (vllm-project/vllm#3385): a key is seen when
-    ``0 <= position - key < W``, the rule of Transformers' ``sliding_window_overlay`` with its causal mask."""
+    """Does W count the query's own token? Two stacks disagree (vllm-project/vllm#3385); it does, as in Transformers."""
+    masking = pytest.importorskip("transformers.masking_utils")
     length, window = 12, 5
+    visible = masking.sliding_window_causal_mask_function(window)
     out, lse = zero_query(subject, [length], [length], window_size=window_from_sliding(window), block_size=4)
     for position in range(length):
-        seen = [j for j in range(length) if 0 <= position - j < window]
+        seen = [j for j in range(length) if visible(0, 0, torch.tensor(position), torch.tensor(j))]
         assert out[position].item() == pytest.approx(sum(seen) / len(seen), abs=1e-6)
         assert lse[0, position].item() == pytest.approx(math.log(len(seen)), abs=1e-6)
 

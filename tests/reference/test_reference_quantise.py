@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -24,15 +25,22 @@ def value_of(byte: int, mantissa_bits: int, bias: int) -> Fraction:
     return (1 + mantissa / one) * Fraction(2) ** (exponent - bias)
 
 
+@cache
+def finite_values(kind: str) -> list[Fraction]:
+    """Every positive finite value, by byte."""
+    mantissa_bits, bias, largest = FP8[kind]
+    values = [value_of(byte, mantissa_bits, bias) for byte in range(0x7F)]
+    return [v for v in values if v <= largest]
+
+
 def nearest_even(x: float, kind: str) -> int:
     """The byte of ``x``: nearest, ties to the even byte, saturating; NaN is 0x7F."""
-    mantissa_bits, bias, largest = FP8[kind]
+    largest = FP8[kind][-1]
     if math.isnan(x):
         return 0x7F
     sign = 0x80 if math.copysign(1, x) < 0 else 0
     magnitude = min(abs(x), largest)
-    table = [value_of(byte, mantissa_bits, bias) for byte in range(0x7F)]
-    table = [v for v in table if v <= largest]
+    table = finite_values(kind)
     exact = Fraction(magnitude)
     best = min(range(len(table)), key=lambda byte: (abs(table[byte] - exact), byte & 1))
     return sign | best
@@ -40,9 +48,8 @@ def nearest_even(x: float, kind: str) -> int:
 
 def interesting(kind: str) -> Tensor:
     """Every finite value, every midpoint, their float32 neighbours, and what does not fit."""
-    mantissa_bits, bias, largest = FP8[kind]
-    values = [float(value_of(b, mantissa_bits, bias)) for b in range(0x7F)]
-    values = [v for v in values if v <= largest]
+    largest = FP8[kind][-1]
+    values = [float(v) for v in finite_values(kind)]
     points = values + [(a + b) / 2 for a, b in pairwise(values)]
     x = torch.tensor([*points, largest * 1.04, largest * 1.06, 1e38, torch.inf], dtype=torch.float32)
     up, down = (torch.nextafter(x, torch.tensor(edge)) for edge in (torch.inf, 0.0))
@@ -83,7 +90,7 @@ def test_int8() -> None:
 def test_the_scale_divides_truly() -> None:
     """x / s and x * (1 / s) differ in float32 for a third of all numbers; a byte shows it where it is a tie."""
     scale = torch.tensor(3.0)
-    x = torch.arange(1, 4000, dtype=torch.float32) * 0.1
+    x = torch.arange(1, 1000, dtype=torch.float32) * 0.1
     right = [nearest_even(float(torch.tensor(v) / scale), "fp8_e4m3") for v in x.tolist()]
     for form in (scale, 3.0, scale.view(1)):
         assert reference.quantise(x, "fp8_e4m3", form).view(torch.uint8).tolist() == right
