@@ -101,13 +101,15 @@ def test_no_import_cycles() -> None:
 
 
 def top_level_imports(path: Path) -> set[str]:
+    """Modules that a file imports when it is imported. ``from package import module`` is an import of the module."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names if node.module == "pagetile" else names | {node.module or ""}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                is_module = (ROOT.parent / Path(*node.module.split("."), alias.name)).with_suffix(".py").exists()
+                found.add(f"{node.module}.{alias.name}" if is_module else node.module)
     return found
 
 
