@@ -1,6 +1,6 @@
 """Attend, from the host: fill the parameter block, have the values checked and the work cut, then launch.
 
-The kernels are :mod:`pagetile.backends.cpu.kernels.prepare`, ``attend`` and ``combine``.
+The kernels are :mod:`pagetile.backends.cpu.kernels.prepare`, ``attend``, ``score`` and ``value``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.faults import attend_fault
-from pagetile.backends.cpu.kernels.attend import ATTEND, SCORE_BYTES
-from pagetile.backends.cpu.kernels.combine import COMBINE
+from pagetile.backends.cpu.kernels.attend import ATTEND
 from pagetile.backends.cpu.kernels.prepare import BUCKETS, PREPARE
+from pagetile.backends.cpu.kernels.score import SCORE, SCORE_BYTES
+from pagetile.backends.cpu.kernels.value import ADD
 from pagetile.backends.cpu.kernels.vector import W
+from pagetile.backends.cpu.kernels.weigh import WEIGH
 from pagetile.backends.cpu.launch import available_threads, launch
 from pagetile.backends.cpu.scratch import MEMORY
 from pagetile.backends.cpu.tuning import CHUNK, ROW_LIMIT, SCORE_PAD, AttendPlan, plan_attend
@@ -53,11 +55,15 @@ def attend(call: AttendCall) -> None:
         raise attend_fault(call, *(block[slot] for slot in (P.ERROR, P.ERROR_ROW, P.ERROR_COLUMN, P.ERROR_VALUE)))
     tasks, groups = block[P.A_NUM_TASKS], block[P.A_NUM_GROUPS]
     if tasks:
-        block[P.A_TICKET] = block[P.A_WORKER] = 0
-        launch(ATTEND[call.problem.dtype], memory.address, min(threads, tasks))
+        block[P.A_TICKET] = block[P.A_WORKER] = block[P.A_PHASE] = 0
+        block[P.A_SCORE] = SCORE[call.problem.kind].address
+        block[P.A_WEIGH] = WEIGH.address
+        block[P.A_ADD] = ADD[call.problem.kind].address
+        launch(ATTEND, memory.address, min(threads, tasks))
     if groups:
-        block[P.A_MERGE_TICKET] = block[P.A_WORKER] = 0
-        launch(COMBINE, memory.address, min(threads, groups))
+        block[P.A_TICKET] = block[P.A_WORKER] = 0
+        block[P.A_PHASE] = 1
+        launch(ATTEND, memory.address, min(threads, groups))
     del scratch  # kept alive until here: the block holds only its address
 
 
@@ -140,10 +146,10 @@ def _put_numbers(block, floats, call: AttendCall) -> None:
     block[P.A_MAX_Q] = problem.max_q_len
     block[P.A_MAX_K] = problem.max_k_len
     floats[P.A_SCALE_F] = scale
-    floats[P.A_SCALE2_F] = scale * math.log2(math.e)
     floats[P.A_CAP_F] = cap
-    floats[P.A_CAP2_F] = cap * math.log2(math.e)
     floats[P.A_INNER_F] = scale / cap if cap else 0.0
+    floats[P.A_NATURAL_F] = natural = 1.0 if cap or call.alibi_slopes is not None else abs(scale)
+    floats[P.A_UNIT_F] = natural * math.log2(math.e)
     block[P.A_KEY_STARTS] = block[P.A_SLOPES] = block[P.A_SINKS] = 0
     if call.key_starts is not None:
         block[P.A_KEY_STARTS] = _int32("key_starts", call.key_starts)

@@ -1,7 +1,8 @@
 """Compiling and caching: the one place that decorates.
 
-A kernel is a cached ``cfunc`` ``void(int64)``, whose argument is the address of a block of named 64-bit slots (see
-:mod:`pagetile.backends.cpu.params`). Helpers that a kernel inlines are plain ``njit`` functions.
+A kernel is a cached ``cfunc`` of int64 arguments, the first of which is the address of a block of named 64-bit slots
+(see :mod:`pagetile.backends.cpu.params`). A kernel may call another one by an address that stands in the block, which
+is how one driver serves every element dtype. Helpers that a kernel inlines are marked :func:`inlined`.
 
 Numba does not notice that an inlined helper in another file was edited, and would go on running the old machine code.
 So the cache directory carries a digest over every source file of this package, the versions of numba, llvmlite and
@@ -44,7 +45,7 @@ def inlined(function: Callable) -> Callable:
 
     Unlike ``njit``, which would compile it again for every literal that some call passes.
     """
-    return register_jitable(**_OPTIONS)(function)
+    return register_jitable(no_cfunc_wrapper=True, **_OPTIONS)(function)
 
 
 def source_digest(package: Path = PACKAGE) -> str:
@@ -79,10 +80,11 @@ def cache_dir() -> Path | None:
 
 
 class Kernel:
-    """A function ``void(int64)``, compiled at its first use, or read from the cache."""
+    """A function ``void(int64, ...)``, compiled at its first use, or read from the cache."""
 
-    def __init__(self, function: Callable[[int], None]) -> None:
+    def __init__(self, function: Callable[..., None]) -> None:
         self.name = function.__name__
+        self._arguments = function.__code__.co_argcount
         self._function = function
         self._compiled = None
         self._call = None
@@ -97,11 +99,11 @@ class Kernel:
             self.compile()
         return self._address
 
-    def __call__(self, block: int) -> None:
+    def __call__(self, *arguments: int) -> None:
         """Run once on this thread; the GIL is released meanwhile."""
         if self._call is None:
             self.compile()
-        self._call(block)
+        self._call(*arguments)
 
     def compile(self) -> None:
         """Compile, or load from the cache. Idempotent, safe from several threads."""
@@ -121,7 +123,7 @@ class Kernel:
             self.seconds = time.perf_counter() - start
             self.from_cache = compiled.cache_hits > 0
             self._compiled = compiled
-            self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(compiled.address)
+            self._call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * self._arguments)(compiled.address)
             self._address = compiled.address
 
     def assembly(self) -> str:
@@ -130,7 +132,7 @@ class Kernel:
         return "" if self.from_cache else self._compiled._library.get_asm_str()
 
     def _build(self, where: Path | None):
-        decorate = cfunc(types.void(types.int64), cache=where is not None, **_OPTIONS)
+        decorate = cfunc(types.void(*[types.int64] * self._arguments), cache=where is not None, **_OPTIONS)
         config = numba.config
         # The cache's place is read while decorating. A locator class set by the user would ignore it.
         before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES

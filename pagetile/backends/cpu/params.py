@@ -13,11 +13,14 @@ ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
 
 (   # attend
     A_TICKET, A_WORKER, A_NUM_TASKS,                # counters: next task, next worker; tasks built by prepare
-    A_MERGE_TICKET, A_NUM_GROUPS,                   # of the second pass over split tasks
+    A_NUM_GROUPS,                                   # split tasks that the second phase adds up
     A_NUM_SEQS, A_NUM_ROWS, A_HEADS, A_GROUP,       # B, T, Hkv, Hq / Hkv
     A_SIZE, A_SIZE_V,                               # D, Dv
-    A_SCALE_F, A_SCALE2_F, A_INNER_F,               # scale; scale * log2(e); scale / softcap
+    A_SCALE_F, A_INNER_F,                           # scale; scale / softcap
+    A_NATURAL_F, A_UNIT_F,                          # what turns scores into natural units, and into base 2
     A_DTYPE,                                        # code of q and out
+    A_SCORE, A_WEIGH, A_ADD,                        # addresses of kernels: score_* and add_* of the dtype of K and V
+    A_PHASE,                                        # 0: attend, 1: add up the states of split tasks
     A_Q, A_Q_ROW, A_Q_HEAD,
     A_K, A_K_BLOCK, A_K_TOKEN, A_K_HEAD,            # ragged keys use the token stride alone
     A_V, A_V_BLOCK, A_V_TOKEN, A_V_HEAD,
@@ -28,7 +31,7 @@ ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
     A_BLOCK_SIZE, A_NUM_BLOCKS,                     # 0 when ragged; A_NUM_BLOCKS is then the number of key rows
     A_KEY_STARTS,                                   # int32, address 0: none
     A_LEFT, A_RIGHT,                                # window, -1 unbounded
-    A_CAP_F, A_CAP2_F,                              # softcap, 0 is off; softcap * log2(e)
+    A_CAP_F,                                        # softcap, 0 is off
     A_SLOPES, A_SLOPES_SEQ, A_SLOPES_HEAD,          # address 0: none
     A_SINKS, A_SINKS_HEAD,                          # address 0: none
     A_MAX_Q, A_MAX_K,                               # bounds that the caller promised
@@ -38,8 +41,8 @@ ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
     A_S_QUERY, A_S_SCORE, A_S_STATE, A_S_TOTAL, A_S_KADDR, A_S_VADDR, A_S_STAGE, A_S_SADDR, A_S_RANGE,  # offsets in it
     A_STAGE_STRIDE,
     A_PARTIALS,                                     # states of split tasks, a segment each
-) = range(4, 82)
-ATTEND_SLOTS = 82
+) = range(4, 85)
+ATTEND_SLOTS = 85
 
 (   # write
     W_TICKET,

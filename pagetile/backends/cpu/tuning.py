@@ -29,6 +29,13 @@ STAGE_ROWS = 16
 """From this many rows a KV head, K and V are first copied to contiguous float32. Four register blocks then reuse each
 row, which pays for the copy; a cache's own row stride (often 4 KiB) would put them all in the same L1 sets."""
 
+STAGED_KEYS = 32
+"""Keys staged at a time: 32 rows of 128 floats are 16 KiB, which stay in the L1 cache while every row reads them."""
+
+DIRECT_KEYS = 16
+"""Keys read in place at a time before the next head's turn: the heads of a token are neighbours, so this walks the
+cache in address order."""
+
 TASKS_A_THREAD = 4
 """Tasks wanted for each thread, so that the last one to finish keeps the others waiting for a quarter of their time."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
+from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.isa import host_isa
 from pagetile.backends.cpu.jit import inlined
 from pagetile.backends.cpu.kernels.vector import (
@@ -32,6 +34,9 @@ _NATIVE_HALF = host_isa().native_half
 A = types.int64  # an address or a count
 F = types.float32
 
+FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.int16(0), np.uint16(0)
+"""Tags: values whose types choose an element dtype, see :data:`pagetile.backends.cpu.kernels.vector.TAGS`."""
+
 
 @emits(types.int64, A)
 def get_i64(b, address):
@@ -46,6 +51,11 @@ def get_i32(b, address):
 @emits(types.float32, A)
 def get_f32(b, address):
     return load(b, address, f32)
+
+
+@emits(types.float64, A)
+def get_double(b, address):
+    return load(b, address, f64)
 
 
 @emits(types.float32, A)
@@ -158,7 +168,6 @@ def _float_to_half(b: ir.IRBuilder, value: ir.Value, count: int) -> ir.Value:
     return b.trunc(b.or_(out, sign), vec(i16, count))
 
 
-@emits(types.void, A, A, A, tagged=True)
 def _read_vectors(b, dtype, source, target, vectors):
     def body(i, _):
         value = to_float(b, dtype, advance(b, source, i, W * ELEMENT_BYTES[dtype]))
@@ -168,23 +177,39 @@ def _read_vectors(b, dtype, source, target, vectors):
     counted(b, vectors, [], body)
 
 
+def _read_scalars(b, dtype, source, stride, target, count):
+    def body(i, _):
+        store(b, to_float(b, dtype, b.add(source, b.mul(i, stride)), count=1), advance(b, target, i, 4))
+        return []
+
+    counted(b, count, [], body)
+
+
+def _zero_tail(b, target, size):
+    """Zeros from ``size`` floats up to a whole vector."""
+    missing = b.and_(b.neg(size), ir.Constant(i64, W - 1))
+
+    def body(i, _):
+        store(b, ir.Constant(f32, 0.0), advance(b, target, b.add(size, i), 4))
+        return []
+
+    counted(b, missing, [], body)
+
+
+def _read(b, dtype, source, target, size):
+    """``size`` neighbours, as vectors and then one by one."""
+    whole = b.and_(size, ir.Constant(i64, -W))
+    _read_vectors(b, dtype, source, target, b.sdiv(whole, ir.Constant(i64, W)))
+    width = ir.Constant(i64, ELEMENT_BYTES[dtype])
+    rest, to = b.add(source, b.mul(whole, width)), advance(b, target, whole, 4)
+    _read_scalars(b, dtype, rest, width, to, b.sub(size, whole))
+
+
 @emits(types.void, A, A, A, tagged=True)
-def _read_scalars(b, dtype, source, target, count):
-    def body(i, _):
-        value = to_float(b, dtype, advance(b, source, i, ELEMENT_BYTES[dtype]), count=1)
-        store(b, value, advance(b, target, i, 4))
-        return []
-
-    counted(b, count, [], body)
-
-
-@emits(types.void, A, A)
-def _zero_scalars(b, target, count):
-    def body(i, _):
-        store(b, ir.Constant(f32, 0.0), advance(b, target, i, 4))
-        return []
-
-    counted(b, count, [], body)
+def read_row(b, dtype, source, target, size):
+    """``size`` elements to float32 at ``target``, zero-filled up to a whole vector. Reads nothing past the end."""
+    _read(b, dtype, source, target, size)
+    _zero_tail(b, target, size)
 
 
 @emits(types.int64, tagged=True)
@@ -192,30 +217,37 @@ def element_bytes(_b, dtype):
     return ir.Constant(i64, ELEMENT_BYTES[dtype])
 
 
-@inlined
-def read_row(source, target, size, tag):
-    """``size`` elements to float32 at ``target``, zero-filled up to a whole vector. Reads nothing past the end."""
-    vectors = size // W
-    _read_vectors(source, target, vectors, tag)
-    rest = size - vectors * W
-    if rest:
-        done = vectors * W
-        _read_scalars(source + done * element_bytes(tag), target + done * 4, rest, tag)
-        _zero_scalars(target + size * 4, W - rest)
+def _each_dtype(b, code, body):
+    """Run ``body(dtype)`` for the dtype of a run-time code."""
+    done = b.append_basic_block("any")
+    for dtype, value in P.DTYPE_CODES.items():
+        mine, other = b.append_basic_block(dtype), b.append_basic_block("or")
+        b.cbranch(b.icmp_signed("==", code, ir.Constant(i64, value)), mine, other)
+        b.position_at_end(mine)
+        body(dtype)
+        b.branch(done)
+        b.position_at_end(other)
+    b.branch(done)
+    b.position_at_end(done)
 
 
-@emits(types.void, A, A, A, A, tagged=True)
-def _read_strided(b, dtype, source, stride, target, count):
-    def body(i, _):
-        value = to_float(b, dtype, b.add(source, b.mul(i, stride)), count=1)
-        store(b, value, advance(b, target, i, 4))
-        return []
+@emits(types.void, A, A, A, A, A)
+def read_strided(b, source, stride, target, size, code):
+    """``size`` elements of a dtype code, ``stride`` bytes apart, to float32, zero-filled up to a whole vector."""
 
-    counted(b, count, [], body)
+    def body(dtype):
+        near = b.icmp_signed("==", stride, ir.Constant(i64, ELEMENT_BYTES[dtype]))
+        with b.if_else(near) as (neighbours, apart):
+            with neighbours:
+                _read(b, dtype, source, target, size)
+            with apart:
+                _read_scalars(b, dtype, source, stride, target, size)
+
+    _each_dtype(b, code, body)
+    _zero_tail(b, target, size)
 
 
-@emits(types.void, A, A, A, A, tagged=True)
-def _write_strided(b, dtype, source, target, stride, count):
+def _write_scalars(b, dtype, source, target, stride, count):
     def body(i, _):
         from_float(b, dtype, load(b, advance(b, source, i, 4), f32), b.add(target, b.mul(i, stride)))
         return []
@@ -223,34 +255,35 @@ def _write_strided(b, dtype, source, target, stride, count):
     counted(b, count, [], body)
 
 
-@emits(types.void, A, A, A, tagged=True)
-def _write_vectors(b, dtype, source, target, vectors):
+def _write(b, dtype, source, target, size):
     def body(i, _):
         value = load(b, advance(b, source, i, ROW_BYTES), vec(f32))
         from_float(b, dtype, value, advance(b, target, i, W * ELEMENT_BYTES[dtype]))
         return []
 
-    counted(b, vectors, [], body)
+    whole = b.and_(size, ir.Constant(i64, -W))
+    counted(b, b.sdiv(whole, ir.Constant(i64, W)), [], body)
+    width = ir.Constant(i64, ELEMENT_BYTES[dtype])
+    rest, to = advance(b, source, whole, 4), b.add(target, b.mul(whole, width))
+    _write_scalars(b, dtype, rest, to, width, b.sub(size, whole))
+
+
+@emits(types.void, A, A, A, A, A)
+def write_strided(b, source, target, stride, size, code):
+    """``size`` floats rounded to a dtype code, ``stride`` bytes apart. Writes nothing else."""
+
+    def body(dtype):
+        near = b.icmp_signed("==", stride, ir.Constant(i64, ELEMENT_BYTES[dtype]))
+        with b.if_else(near) as (neighbours, apart):
+            with neighbours:
+                _write(b, dtype, source, target, size)
+            with apart:
+                _write_scalars(b, dtype, source, target, stride, size)
+
+    _each_dtype(b, code, body)
 
 
 @inlined
-def read_strided(source, stride, target, size, tag):
-    """``size`` elements, ``stride`` bytes apart, to float32, zero-filled up to a whole vector."""
-    if stride == element_bytes(tag):
-        read_row(source, target, size, tag)
-    else:
-        _read_strided(source, stride, target, size, tag)
-        _zero_scalars(target + size * 4, (W - size % W) % W)
-
-
-@inlined
-def write_strided(source, target, stride, size, tag):
-    """``size`` floats rounded to the dtype, ``stride`` bytes apart. Writes nothing else."""
-    width = element_bytes(tag)
-    if stride == width:
-        vectors = size // W
-        _write_vectors(source, target, vectors, tag)
-        done = vectors * W
-        _write_strided(source + done * 4, target + done * width, width, size - done, tag)
-    else:
-        _write_strided(source, target, stride, size, tag)
+def bytes_of(dtype):
+    """Bytes of an element of a dtype code."""
+    return 4 if dtype == P.FLOAT32 else 2

@@ -10,7 +10,8 @@ from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import inlined
 from pagetile.backends.cpu.kernels.address import query_span
 from pagetile.backends.cpu.kernels.elements import (
-    element_bytes,
+    bytes_of,
+    get_double,
     get_f32,
     get_i64,
     put_f32,
@@ -18,13 +19,12 @@ from pagetile.backends.cpu.kernels.elements import (
     vectors_of,
     write_strided,
 )
-from pagetile.backends.cpu.kernels.softmax import LN2, LOG2E, divide_row, exp2_of
+from pagetile.backends.cpu.kernels.softmax import LOG2E, divide_row, exp2_of
 from pagetile.backends.cpu.kernels.vector import ROW_BYTES
 from pagetile.backends.cpu.tuning import SEGMENT
 
 _NONE = np.float32(-math.inf)
 _ONE = np.float32(1)
-_LOG2E = np.float32(LOG2E)
 
 
 @inlined
@@ -46,25 +46,25 @@ def _write_lse(block, query_head, row, value):
 def _finish_row(block, query_head, sums, largest, total, vectors):
     """Divide a row that saw keys by its denominator, in place, the sink included; its log-sum-exp."""
     sinks = slot_value(block, P.A_SINKS)
+    top = np.float64(largest) * get_double(block + P.A_NATURAL_F * 8)  # natural units from here on
     factor = _ONE
     if sinks:
-        sink = get_f32(sinks + query_head * slot_value(block, P.A_SINKS_HEAD)) * _LOG2E
-        if sink != _NONE:
-            top = sink if sink > largest else largest
-            factor = exp2_of(largest - top)
-            total = total * factor + exp2_of(sink - top)
-            largest = top
+        sink = np.float64(get_f32(sinks + query_head * slot_value(block, P.A_SINKS_HEAD)))
+        if sink != -math.inf:
+            before, top = top, sink if sink > top else top
+            factor = exp2_of(np.float32((before - top) * LOG2E))
+            total = total * factor + exp2_of(np.float32((sink - top) * LOG2E))
     divide_row(sums, sums, vectors, factor, total)
-    return np.float32((np.float64(largest) + math.log2(np.float64(total))) * LN2)
+    return np.float32(top + math.log(np.float64(total)))
 
 
 @inlined
-def finish_rows(block, task, ranges, state, tag):
+def finish_rows(block, task, ranges, state):
     """Write the rows of a task from their states."""
     heads, tokens = slot_value(task, P.T_HEADS), slot_value(task, P.T_TOKENS)
     group, size = slot_value(block, P.A_GROUP), slot_value(block, P.A_SIZE_V)
     rows, vectors = heads * tokens * group, vectors_of(size)
-    maxima = state + rows * vectors * ROW_BYTES
+    maxima, dtype = state + rows * vectors * ROW_BYTES, slot_value(block, P.A_DTYPE)
     start, _ = query_span(block, slot_value(task, P.T_SEQ))
     for row in range(rows):
         token = row // group % tokens
@@ -80,4 +80,4 @@ def finish_rows(block, task, ranges, state, tag):
         _write_lse(block, query_head, query_row, lse)
         target = slot_value(block, P.A_OUT) + query_row * slot_value(block, P.A_OUT_ROW)
         target += query_head * slot_value(block, P.A_OUT_HEAD)
-        write_strided(sums, target, element_bytes(tag), size, tag)
+        write_strided(sums, target, bytes_of(dtype), size, dtype)

@@ -13,8 +13,8 @@ from numba import types
 
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import Kernel, inlined
-from pagetile.backends.cpu.kernels.attend import BFLOAT16, FLOAT16, FLOAT32
 from pagetile.backends.cpu.kernels.elements import (
+    bytes_of,
     get_f32,
     put_f32,
     read_strided,
@@ -25,7 +25,6 @@ from pagetile.backends.cpu.kernels.elements import (
 )
 from pagetile.backends.cpu.kernels.softmax import clear_row
 from pagetile.backends.cpu.kernels.vector import (
-    ELEMENT_BYTES,
     ROW_BYTES,
     advance,
     counted,
@@ -44,15 +43,27 @@ _EMPTY = np.float32(-math.inf)
 _FULL = np.float32(math.inf)
 
 
-@emits(types.void, types.int64, types.int64, types.int64, types.int64, types.int64, tagged=True)
-def _copy_elements(b, dtype, source, source_step, target, target_step, count):
-    bits = i32 if ELEMENT_BYTES[dtype] == 4 else i16
+def _copier(bits):
+    @emits(types.void, *[types.int64] * 5)
+    def copy(b, source, source_step, target, target_step, count):
+        def body(i, _):
+            store(b, load(b, b.add(source, b.mul(i, source_step)), bits), b.add(target, b.mul(i, target_step)))
+            return []
 
-    def body(i, _):
-        store(b, load(b, b.add(source, b.mul(i, source_step)), bits), b.add(target, b.mul(i, target_step)))
-        return []
+        counted(b, count, [], body)
 
-    counted(b, count, [], body)
+    return copy
+
+
+_copy_words, _copy_halves = _copier(i32), _copier(i16)
+
+
+@inlined
+def _copy_elements(source, source_step, target, target_step, count, dtype):
+    if bytes_of(dtype) == 4:
+        _copy_words(source, source_step, target, target_step, count)
+    else:
+        _copy_halves(source, source_step, target, target_step, count)
 
 
 @emits(types.void, types.int64, types.int64, types.int64, types.float32, types.float32)
@@ -70,35 +81,33 @@ def _blend(b, a, other, vectors, share, other_share):
 
 
 @inlined
-def _merge_row(a, a_step, a_lse, other, b_step, b_lse, out, out_step, size, scratch, tag):
+def _merge_row(a, a_step, a_lse, other, b_step, b_lse, out, out_step, size, scratch, dtype):
     """One row and head; returns the log-sum-exp."""
     a_empty, b_empty = abs(a_lse) == _FULL, abs(b_lse) == _FULL
     vectors = vectors_of(size)
     second = scratch + vectors * ROW_BYTES
-    if a_empty and b_empty:
-        clear_row(scratch, vectors)
-        write_strided(scratch, out, out_step, size, tag)
-        return _EMPTY
-    if b_empty:
-        if a != out:
-            _copy_elements(a, a_step, out, out_step, size, tag)
-        return a_lse
+    if a_empty != b_empty:
+        source, step = (other, b_step) if a_empty else (a, a_step)
+        if source != out:
+            _copy_elements(source, step, out, out_step, size, dtype)
+        return b_lse if a_empty else a_lse
+    lse = _EMPTY
     if a_empty:
-        if other != out:
-            _copy_elements(other, b_step, out, out_step, size, tag)
-        return b_lse
-    largest = a_lse if a_lse > b_lse else b_lse
-    a_weight, b_weight = math.exp(a_lse - largest), math.exp(b_lse - largest)
-    total = a_weight + b_weight
-    read_strided(a, a_step, scratch, size, tag)
-    read_strided(other, b_step, second, size, tag)
-    _blend(scratch, second, vectors, a_weight / total, b_weight / total)
-    write_strided(scratch, out, out_step, size, tag)
-    return np.float32(largest + math.log(total))
+        clear_row(scratch, vectors)
+    else:
+        largest = a_lse if a_lse > b_lse else b_lse
+        a_weight, b_weight = math.exp(a_lse - largest), math.exp(b_lse - largest)
+        total = a_weight + b_weight
+        read_strided(a, a_step, scratch, size, dtype)
+        read_strided(other, b_step, second, size, dtype)
+        _blend(scratch, second, vectors, a_weight / total, b_weight / total)
+        lse = np.float32(largest + math.log(total))
+    write_strided(scratch, out, out_step, size, dtype)
+    return lse
 
 
 @inlined
-def _merge_rows(block, first, last, scratch, tag):
+def _merge_rows(block, first, last, scratch):
     heads, size = slot_value(block, P.M_HEADS), slot_value(block, P.M_SIZE)
     out_lse = slot_value(block, P.M_OUT_LSE)
     for index in range(first, last):
@@ -117,7 +126,7 @@ def _merge_rows(block, first, last, scratch, tag):
             slot_value(block, P.M_OUT_STEP),
             size,
             scratch,
-            tag,
+            slot_value(block, P.M_DTYPE),
         )
         if out_lse:
             place = head * slot_value(block, P.M_OUT_LSE_HEAD) + row * slot_value(block, P.M_OUT_LSE_ROW)
@@ -129,18 +138,11 @@ def _merge_chunks(block):
     worker = take_ticket(block + P.M_WORKER * 8)
     scratch = slot_value(block, P.M_SCRATCH) + worker * slot_value(block, P.M_SCRATCH_BYTES)
     count, chunk = slot_value(block, P.M_ROWS) * slot_value(block, P.M_HEADS), slot_value(block, P.M_CHUNK)
-    dtype = slot_value(block, P.M_DTYPE)
     while True:
         first = take_ticket(block + P.M_TICKET * 8) * chunk
         if first >= count:
             break
-        last = min(count, first + chunk)
-        if dtype == P.FLOAT32:
-            _merge_rows(block, first, last, scratch, FLOAT32)
-        elif dtype == P.BFLOAT16:
-            _merge_rows(block, first, last, scratch, BFLOAT16)
-        else:
-            _merge_rows(block, first, last, scratch, FLOAT16)
+        _merge_rows(block, first, min(count, first + chunk), scratch)
 
 
 def merge_states(block):

@@ -1,8 +1,9 @@
 """Passes over one row of scores, and over one row of an accumulator.
 
-A row of scores holds the keys of one chunk, lane ``x`` the key ``chunk start + x``. Passes work on whole vectors
-``[first, last)`` of it; lanes outside the row's visible range are turned into -inf by a *select*, so that whatever was
-computed there, NaN included, is gone. Scores are kept in base 2 (natural units times log2(e)).
+A row of scores holds the keys of one chunk, lane ``x`` the key ``chunk start + x``. Passes work on the vectors
+that hold some lane of the row's visible range ``[low, high)``; the other lanes of those are left out by a *select*, so
+that whatever was computed there, NaN included, is gone. Scores are in units of their own: ``unit`` of them make a
+factor of 2. Without softcap and ALiBi they are the bare products, and the scale is part of the unit.
 
 NaN in a visible score must reach the result: the maximum drops it, ``exp2`` keeps it, and so the sum and the output
 of that row become NaN.
@@ -21,7 +22,6 @@ from pagetile.backends.cpu.kernels.vector import (
     ROW_BYTES,
     W,
     advance,
-    call,
     constant,
     counted,
     emits,
@@ -40,7 +40,6 @@ from pagetile.backends.cpu.kernels.vector import (
 A, F = types.int64, types.float32
 
 LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
 
 # Minimax fits over the stated ranges, constant terms held exact; errors below 2**-28 and 2**-27 of the value.
 _EXP2 = (  # exp2(f) on [-1/2, 1/2], after the leading 1
@@ -62,20 +61,16 @@ _TANH_SMALL = 0.625
 _ROUNDER = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which then stands in the low bits
 
 
-def _real(x: ir.Value) -> ir.Type:
-    return x.type
-
-
 def _integer(x: ir.Value) -> ir.Type:
     return vec(i32, x.type.count) if isinstance(x.type, ir.VectorType) else i32
 
 
 def exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """``2**x`` for ``x <= 0``. Exactly 1 at 0, exactly 0 below -126 and at -inf; NaN gives NaN.
+    """``2**x`` for ``x`` up to 126. Exactly 1 at 0, exactly 0 below -126 and at -inf; NaN gives NaN.
 
     The exponent is taken from the bits of a rounded float: a conversion of NaN to an integer would be undefined.
     """
-    real, whole = _real(x), _integer(x)
+    real, whole = x.type, _integer(x)
     rounder = constant(_ROUNDER, real)
     n = b.fadd(x, rounder)
     f = b.fsub(x, b.fsub(n, rounder))
@@ -89,7 +84,7 @@ def exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Safe at any size, accurate near 0; NaN gives NaN."""
-    real, whole = _real(x), _integer(x)
+    real, whole = x.type, _integer(x)
     bits = b.bitcast(x, whole)
     sign = b.and_(bits, constant(-(1 << 31), whole))
     a = b.bitcast(b.and_(bits, constant(0x7FFFFFFF, whole)), real)
@@ -112,58 +107,71 @@ def _lanes(b: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     return b.add(splat(b, base), steps)
 
 
-def _over(b: ir.IRBuilder, scores: ir.Value, first: ir.Value, last: ir.Value, carried, body):
-    """For each vector of scores: ``new scores, carried = body(vector index, scores, carried)``."""
+def _seen(b: ir.IRBuilder, vector: ir.Value, lows: ir.Value, highs: ir.Value) -> ir.Value:
+    lane = _lanes(b, vector)
+    return b.and_(b.icmp_signed(">=", lane, lows), b.icmp_signed("<", lane, highs))
+
+
+def _over(b, scores, low, high, carried, body):
+    """For each vector of scores that holds a lane of ``[low, high)``: ``new scores, carried = body(vector, scores,
+    carried)``; new scores of None leave them as they are."""
+    width = ir.Constant(i64, W)
+    first = b.sdiv(low, width)
+    count = b.sub(b.sdiv(b.add(high, ir.Constant(i64, W - 1)), width), first)
 
     def step(i, now):
         vector = b.add(first, i)
         address = advance(b, scores, vector, ROW_BYTES)
         value, now = body(vector, load(b, address, vec(f32)), now)
-        store(b, value, address)
+        if value is not None:
+            store(b, value, address)
         return now
 
-    return counted(b, b.sub(last, first), carried, step)
+    return counted(b, count, carried, step)
 
 
-@emits(F, A, A, A, A, A, F)
-def mask_and_max(b, scores, first, last, low, high, factor):
-    """Multiply by ``factor``, hide lanes outside ``[low, high)``, return the maximum without regard to NaN."""
-    factors = splat(b, factor)
+@emits(F, A, A, A)
+def row_max(b, scores, low, high):
+    """The maximum over lanes ``[low, high)``, NaN left out; -inf if that is all there is."""
     lows, highs = splat(b, b.trunc(low, i32)), splat(b, b.trunc(high, i32))
     hidden = constant(-math.inf, vec(f32))
 
     def body(vector, s, now):
-        lane = _lanes(b, vector)
-        seen = b.and_(b.icmp_signed(">=", lane, lows), b.icmp_signed("<", lane, highs))
-        s = b.select(seen, b.fmul(s, factors), hidden)
-        return s, [b.select(b.fcmp_ordered(">", s, now[0]), s, now[0])]
+        better = b.and_(_seen(b, vector, lows, highs), b.fcmp_ordered(">", s, now[0]))
+        return None, [b.select(better, s, now[0])]
 
-    (largest,) = _over(b, scores, first, last, [hidden], body)
+    (largest,) = _over(b, scores, low, high, [hidden], body)
     return fold_lanes(b, largest, lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 
 
-@emits(F, A, A, A, F)
-def exp_and_sum(b, scores, first, last, shift):
-    """Replace scores by ``2**(score - shift)`` and return their sum."""
-    shifts = splat(b, shift)
+@emits(F, A, A, A, F, F)
+def exp_and_sum(b, scores, low, high, shift, unit):
+    """Replace scores by ``2**((score - shift) * unit)``, by 0 outside ``[low, high)``; their sum.
 
-    def body(_vector, s, now):
-        p = exp2(b, b.fsub(s, shifts))
+    The difference is taken first: it is exact where it matters, so that a large score costs no accuracy.
+    """
+    shifts, units = splat(b, shift), splat(b, unit)
+    lows, highs = splat(b, b.trunc(low, i32)), splat(b, b.trunc(high, i32))
+    zero = constant(0.0, vec(f32))
+
+    def body(vector, s, now):
+        p = exp2(b, b.fmul(b.fsub(s, shifts), units))
+        p = b.select(_seen(b, vector, lows, highs), p, zero)
         return p, [b.fadd(now[0], p)]
 
-    (total,) = _over(b, scores, first, last, [constant(0.0, vec(f32))], body)
+    (total,) = _over(b, scores, low, high, [zero], body)
     return b.extract_element(sum_lanes(b, [total]), ir.Constant(i32, 0))
 
 
 @emits(types.void, A, A, A, F, F)
-def soft_cap(b, scores, first, last, inner, cap):
+def soft_cap(b, scores, low, high, inner, cap):
     """``cap * tanh(score * inner)``, with ``inner = scale / cap``."""
     inners, caps = splat(b, inner), splat(b, cap)
-    _over(b, scores, first, last, [], lambda _v, s, now: (b.fmul(caps, tanh(b, b.fmul(s, inners))), now))
+    _over(b, scores, low, high, [], lambda _v, s, now: (b.fmul(caps, tanh(b, b.fmul(s, inners))), now))
 
 
 @emits(types.void, A, A, A, F, F, A)
-def add_alibi(b, scores, first, last, factor, slope, position):
+def add_alibi(b, scores, low, high, factor, slope, position):
     """``score * factor - slope * |position - key|``; the position counts from the chunk's start."""
     factors, slopes = splat(b, factor), splat(b, slope)
 
@@ -174,7 +182,7 @@ def add_alibi(b, scores, first, last, factor, slope, position):
         penalty = b.fmul(slopes, b.sitofp(distance, vec(f32)))
         return b.fsub(b.fmul(s, factors), penalty), now
 
-    _over(b, scores, first, last, [], body)
+    _over(b, scores, low, high, [], body)
 
 
 @emits(F, F)
@@ -183,9 +191,10 @@ def exp2_of(b, x):
     return exp2(b, x)
 
 
-@emits(F, F)
-def log2_of(b, x):
-    return call(b, "llvm.log2.f32", x)
+@emits(types.void, A, A, A)
+def negate(b, scores, low, high):
+    """Turn the sign of scores (a negative scale)."""
+    _over(b, scores, low, high, [], lambda _v, s, now: (b.fneg(s), now))
 
 
 @emits(types.void, A, A, F)
@@ -243,7 +252,13 @@ def finite_shift(largest):
 
 
 @inlined
-def add_state(into, into_max, into_sum, other, other_max, other_sum, vectors):
+def decay(before, shift, unit):
+    """The factor that moves what was weighed against the maximum ``before`` to another shift."""
+    return types.float32(0.0) if before == -math.inf else exp2_of((before - shift) * unit)
+
+
+@inlined
+def add_state(into, into_max, into_sum, other, other_max, other_sum, vectors, unit):
     """Add one softmax state to another: rows of ``vectors``, maxima and sums at their addresses.
 
     The only place where two states meet: within a task and between split tasks alike, so both give the same bits.
@@ -251,7 +266,7 @@ def add_state(into, into_max, into_sum, other, other_max, other_sum, vectors):
     m, n = get_f32(into_max), get_f32(other_max)
     largest = m if m > n else n
     shift = finite_shift(largest)
-    keep, take = exp2_of(m - shift), exp2_of(n - shift)
+    keep, take = decay(m, shift, unit), decay(n, shift, unit)
     mix_rows(into, other, vectors, keep, take)
     put_f32(into_max, largest)
     put_f32(into_sum, get_f32(into_sum) * keep + get_f32(other_sum) * take)

@@ -67,6 +67,15 @@ def emits(result, *arguments, tagged: bool = False) -> Callable:
     return decorate
 
 
+def calls(arguments: int) -> Callable:
+    """A function that numba code calls as ``f(address, a, b, ...)``: a kernel of that many int64s, by its address."""
+
+    def call_address(b, address, *values):
+        b.call(b.inttoptr(address, ir.FunctionType(ir.VoidType(), [i64] * arguments).as_pointer()), values)
+
+    return emits(types.void, *[types.int64] * (arguments + 1))(call_address)
+
+
 def vec(element: ir.Type, count: int = 0) -> ir.Type:
     """A vector type of ``count`` elements, ``W`` by default; one element is a scalar."""
     count = count or W
