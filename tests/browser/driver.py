@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+LOOKS = Path(__file__).with_name("looks.js")
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -121,6 +122,7 @@ class Browser:
         self.call("Page.navigate", url=path.resolve().as_uri() + (f"#{fragment}" if fragment else ""))
         for _ in range(400):
             if self.run("document.readyState === 'complete' && location.protocol === 'file:'"):
+                self.run(LOOKS.read_text())
                 return
             time.sleep(0.025)
         raise TimeoutError(f"{path} did not load")
@@ -166,6 +168,22 @@ class Browser:
         """A picture of the (whole) page."""
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the browser and all its processes have taken."""
+        children: dict[int, list[tuple[int, int]]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:  # it ended meanwhile
+                continue
+            children.setdefault(int(fields[1]), []).append((int(stat.parent.name), int(fields[11]) + int(fields[12])))
+        total, todo = 0, [self.process.pid]
+        while todo:
+            for pid, ticks in children.get(todo.pop(), []):
+                total += ticks
+                todo.append(pid)
+        return total / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End the browser and remove its folder."""

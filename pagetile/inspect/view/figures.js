@@ -28,8 +28,8 @@ const FIGURES = [
 function drawFigure(run, state, g, view, position, panel) {
   const r = run.requests[view.request], figure = FIGURES[view.figure];
   const key = [run.tile, view.figure, view.step, view.request, position, view.group, view.part].join();
-  if (panel.dataset.key === key) return;
-  panel.dataset.key = key;
+  if (panel.drawn === key) return;
+  panel.drawn = key;
   panel.setAttribute("aria-label", figure.name);
   const blocks = state.owned[g.name].get(view.request) || [];
   const at = { run, state, g, view, r, blocks, position, row: rowOf(state, view.request), slot: position === null ? null : slotOf(blocks, position, run.block_size) };

@@ -3,7 +3,7 @@
 const run = decode(JSON.parse(document.getElementById("run").textContent));
 noteLengths(run);
 const $ = (id) => document.getElementById(id);
-const view = { step: 0, group: run.groups[0].name, request: 0, part: -1, position: null, zoom: 2, figure: 0, timer: 0 };
+const view = { step: 0, group: run.groups[0].name, request: 0, part: -1, position: null, zoom: 2, figure: 0, timer: 0, shown: 0 };
 const ZOOMS = [3, 4.2, 5.6, 8, 11];
 
 const groupNow = () => run.groups.find((g) => g.name === view.group);
@@ -26,7 +26,7 @@ function show() {
   drawRequests(run, state, g, view, $("request-list"));
   drawPool(run, state, g, view, $("pool-grid"), $("pool-counts"));
   drawTiles(run, state, g, view, $("tiles-of"), $("tiles-body"), (part) => { view.part = part; show(); });
-  drawFigure(run, state, g, view, tokenNow(state), $("figure"));
+  unlessHurried(() => drawFigure(run, stateNow(), groupNow(), view, tokenNow(stateNow()), $("figure")));
   const f = stepFigures(run, state, g), s = state.step;
   $("now").textContent = `step ${view.step} of ${run.steps.length - 1} · ${s.began.toFixed(3)} s, ${((s.ended - s.began) * 1000).toFixed(1)} ms · ` +
     `${plural(s.rows.length, "sequence")}, ${plural(s.rows.reduce((n, r) => n + r.count, 0), "new token")} · ` +
@@ -35,6 +35,15 @@ function show() {
   say(position === null ? `${labelOf(run.requests[view.request])} holds nothing in this step` : explainPosition(run, state, g, view.request, position));
   clearTimeout(view.hash);
   view.hash = setTimeout(() => history.replaceState(null, "", `#step=${view.step}&request=${view.request}`), 300);
+}
+
+// At once, or when the steps stop flying by: nobody reads a figure that stands for a thirtieth of a second.
+function unlessHurried(draw) {
+  const now = performance.now(), hurried = now - view.shown < 60;
+  view.shown = now;
+  clearTimeout(view.later);
+  if (hurried) view.later = setTimeout(draw, 80);
+  else draw();
 }
 
 function say(line) {
@@ -59,10 +68,13 @@ function play(on) {
   view.timer = 0;
   if (on) {
     if (view.step === run.steps.length - 1) go(0);
+    const walking = $("speed").value === "tiles";
     view.timer = setInterval(() => {
-      if (view.step >= run.steps.length - 1) play(false);
+      const last = view.step >= run.steps.length - 1;
+      if (walking && (!last || view.part < partsOf(run, stateNow(), groupNow(), view.request) - 1)) movePart(1);
+      else if (last) play(false);
       else go(view.step + 1);
-    }, 1000 / Number($("speed").value));
+    }, walking ? 600 : 1000 / Number($("speed").value));
   }
   $("play").textContent = on ? "❚❚ pause" : "▶ play";
   $("play").setAttribute("aria-label", on ? "Pause" : "Play");
@@ -182,6 +194,7 @@ document.addEventListener("keydown", (event) => {
 
 function pickFigure(figure) {
   view.figure = figure;
+  view.shown = 0;
   [...$("tabs").children].forEach((tab, i) => {
     tab.setAttribute("aria-selected", i === figure);
     tab.tabIndex = i === figure ? 0 : -1;

@@ -22,6 +22,7 @@ function makePool(run, g, grid, rest) {
     cell.setAttribute("role", "gridcell");
     cell.id = `block-${b}`;
     cell.dataset.block = b;
+    cell.number = b;
     cell.append(element("b", "id", b), element("i", "own"));
     grid.append(cell);
   }
@@ -36,12 +37,12 @@ function drawPool(run, state, g, view, grid, counts) {
   const marks = touched(run, state, g, only);
   const cached = state.cached[g.name];
   for (const cell of grid.children) {
-    const b = Number(cell.dataset.block), who = own.get(b) || [], mark = marks.get(b);
+    const b = cell.number, who = own.get(b) || [], mark = marks.get(b);
     const kind = who.length > 1 ? "shared" : who.length ? "live" : cached.has(b) ? "cached" : "free";
     const mine = who.includes(view.request);
     const key = [kind, who.join(), used.get(b) || 0, mark ? [mark.write, mark.read, mark.lookup].join("/") : "", mine].join("|");
-    if (cell.dataset.key === key) continue;
-    cell.dataset.key = key;
+    if (cell.drawn === key) continue;
+    cell.drawn = key;
     cell.className = `block ${kind}${mine ? " mine" : ""}${mark?.write ? " write" : ""}${mark?.read ? " read" : ""}${mark?.lookup ? " lookup" : ""}`;
     const style = cell.style, percent = (n) => `${(100 * n) / size}%`;
     style.setProperty("--hue", who.length ? hueOf(who[0]) : 0);

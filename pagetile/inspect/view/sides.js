@@ -62,8 +62,8 @@ function drawChips(run, state, g, view, chips, number, blocks, row) {
     let looked = row && block !== RELEASED && start < last && start + size > first;
     if (looked && tile) looked = tile.columns ? tile.columns.includes(c) : false;
     const key = `${block}|${full}|${writes ? 1 : 0}|${looked ? 1 : 0}`;
-    if (chip.dataset.key === key) return;
-    chip.dataset.key = key;
+    if (chip.drawn === key) return;
+    chip.drawn = key;
     chip.textContent = block === RELEASED ? "–" : block;
     chip.className = `chip${writes ? " write" : ""}${looked ? " lookup" : ""}${block === RELEASED ? " released" : ""}`;
     chip.style.setProperty("--full", `${full * 100}%`);
