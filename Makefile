@@ -6,16 +6,19 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-all test-interpret lint types format check bench-cpu wheel clean
+.PHONY: demo test test-all test-browser test-interpret lint types format check bench-cpu wheel clean
 
 demo: $(STAMP)                ## answer four real prompts over the paged cache
 	HF_HUB_OFFLINE=1 $(BIN)/pagetile generate --prompts-file examples/prompts.txt --max-tokens 48
 
 test: $(STAMP)                ## the tests, about ten minutes on two cores with cold caches
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not slow and not gpu"
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" --ignore=tests/browser
 
 test-all: $(STAMP)            ## the long matrix as well
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not gpu"
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not gpu" --ignore=tests/browser
+
+test-browser: $(STAMP)        ## the page that plays a run, in a real Chromium (Debian, Ubuntu: apt-get install chromium)
+	$(BIN)/python -m pytest -q tests/browser
 
 test-interpret: $(STAMP)      ## the Triton kernels under Triton's interpreter, no GPU needed
 	$(BIN)/python -m pip install -q "triton==3.6.0"
