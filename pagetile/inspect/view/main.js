@@ -184,7 +184,7 @@ const KEYS = {
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
   const field = event.target.matches("select, input:not([type=range])");
-  const pressed = event.target.matches("button, [role=tab]") && event.key === " ";
+  const pressed = event.target.matches("button, [role=tab]") && event.target.offsetParent && event.key === " ";
   if (field || pressed) return;
   if (event.key >= "1" && event.key <= "5") pickFigure(Number(event.key) - 1);
   else if (KEYS[event.key]) KEYS[event.key]();
