@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagetile.cache.groups import CacheGeometry, LayerGroup, per_group
 from pagetile.cache.memory import budget, lazy_zeros
+from pagetile.contracts import figure
 from pagetile.contracts.errors import ArgumentError, BlockTableError, DTypeError
 
 CACHE_DTYPES = frozenset(
@@ -175,6 +176,17 @@ class PagedKVCache:
         if layer not in self._group_of:
             raise ArgumentError(f"layer {layer} is in no group; the layers are {sorted(self._group_of)}")
         return layer
+
+    def _repr_html_(self) -> str:
+        """A row a group of layers, for notebooks."""
+        columns = ("group", "layers", "window", "blocks", "K", "K strides", "V", "bytes a block")
+        rows = []
+        for g in self.groups:
+            k, v = self._keys[g.layers[0]], self._values[g.layers[0]]
+            shapes = (tuple(k.shape), k.stride(), tuple(v.shape))
+            size = self.geometry.group_bytes_per_block(g.name)
+            rows.append((g.name, len(g.layers), g.window or "-", self.num_blocks[g.name], *shapes, size))
+        return figure.table(repr(self), columns, rows)
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {count}" for name, count in self.num_blocks.items())

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagetile.cache.prefix import Hasher, Prefix, Salt, blake2b, chain, token_array
+from pagetile.contracts import figure
 from pagetile.contracts.errors import ArgumentError, BlockTableError, OutOfBlocksError
 
 
@@ -318,6 +319,14 @@ class BlockPool:
         if not 0 <= block < self.num_blocks:
             raise BlockTableError(f"block {block} is not in the pool, which has blocks 0 to {self.num_blocks - 1}")
         return int(block)
+
+    def _repr_html_(self) -> str:
+        """A square a block, for notebooks."""
+        kinds = []
+        for block, refs in enumerate(self._refs):
+            kind = "shared" if refs > 1 else "live" if refs else "cached" if block in self._cached else "free"
+            kinds.append((kind, f"block {block}: {kind}, {refs} references"))
+        return figure.cells(repr(self), kinds)
 
     def __repr__(self) -> str:
         return (

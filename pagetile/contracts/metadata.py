@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagetile.contracts import figure
 from pagetile.contracts.errors import ArgumentError, BlockTableError, ShapeError
-from pagetile.contracts.geometry import PAD_SLOT
+from pagetile.contracts.geometry import PAD_SLOT, blocks_for
 
 INT32_MAX = 2**31 - 1
 
@@ -72,6 +73,18 @@ class AttentionMetadata:
     def num_tokens(self) -> int:
         """T, padding included."""
         return self.slot_mapping.shape[0]
+
+    def _repr_html_(self) -> str:
+        """A row a sequence, for notebooks; reads the tensors back from their device."""
+        loc, lens, slots = (x.tolist() for x in (self.query_start_loc, self.seq_lens, self.slot_mapping))
+        table = self.block_table.tolist()
+        rows = []
+        for b, length in enumerate(lens):
+            blocks = table[b][: blocks_for(length, self.block_size)]
+            new = slots[loc[b] : loc[b + 1]]
+            rows.append((b, length, len(new), figure.some(blocks), figure.some(new)))
+        title = f"{self.num_tokens} rows, {self.num_seqs} sequences, blocks of {self.block_size}"
+        return figure.table(title, ("sequence", "seq_len", "new", "blocks", "slots of the new tokens"), rows)
 
 
 def build_metadata(
