@@ -213,7 +213,7 @@ def _attend_constants(call: AttendCall, tile: Tile, edges: bool = True) -> dict[
     return {
         **_tile_constants(tile, call.problem.group),
         "TILE": tile.keys,
-        **({"EDGE": min(tile.keys, 32)} if edges else {}),
+        **({"EDGE": min(tile.keys, 32 if sum(tile.dv) <= 128 else 16)} if edges else {}),
         "STAGES": tile.stages,
         **({"PAGES": _scalar_pages(call, tile)} if edges else {}),
         "D": call.problem.head_size,

@@ -194,7 +194,7 @@ def split_kernel(
         lo, hi, full_lo, full_hi, seq, query, (token + seq_len - q_len, row_lo, row_hi, slope), place,
         (k + kv_head.to(tl.int64) * k_head, k_block, k_token), (v + kv_head.to(tl.int64) * v_head, v_block, v_token),
         (scale, cap), error, ROWS, D, D1, D2, DV, DV1, DV2, TILE, EDGE, STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP,
-        ALIBI, PRESCALE, TOKENS == 1, True,
+        ALIBI, PRESCALE, TOKENS == 1, LEFT or KEY_STARTS,
     )  # fmt: skip
     if count == 1:
         store_result(

@@ -1,0 +1,1 @@
+"""Side-by-side GPU benchmarks: ``python -m benchmarks.gpu.bench --help``."""
