@@ -103,7 +103,7 @@ def triton_split(cache: CacheShape, layout: str, problem: WriteProblem) -> Split
     tuning = _tuning("triton")
     if tuning is None or (refusal := _refusal("triton", layout, problem)):
         return None if tuning is None else refusal
-    plan = tuning.plan_write(problem, tuning.DeviceFacts())
+    plan = tuning.plan_write(problem)
     spans = 1 if plan.span else cache.num_kv_heads
     what = "whole tokens" if plan.span else "single heads"
     return Split(
