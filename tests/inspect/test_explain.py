@@ -84,6 +84,18 @@ def test_vllm_hazard_of_few_elements(heads: int, size: int, hazard: bool) -> Non
     assert bool(vllm_split(cache, "HND", write_problem(cache, "HND", 1)).hazards) is hazard
 
 
+def test_triton_split_is_the_backends_own() -> None:
+    from pagetile.backends.triton import tuning
+
+    for cache in (CacheShape(), CacheShape(3, 5, 24, "bf16")):
+        found = {s.layout: s for s in splits(cache, 7) if s.who == "triton"}
+        for layout, split in found.items():
+            plan = tuning.plan_write(write_problem(cache, layout, 7, device="cuda"))
+            assert (split.spans == 1) is plan.span
+            assert split.why == plan.reasons
+        assert set(found) == {"NHD", "HND"}
+
+
 def test_cpu_split_is_the_backends_own() -> None:
     from pagetile.backends.cpu.tuning import WRITE_SERIAL_BYTES, plan_write
 
