@@ -125,11 +125,11 @@ function figureRead(at) {
     ["code", i ? "m' = max(m, s), acc·α + p·V" : "m = max s, l = Σp, acc = p·V"]]);
   return [
     flow(
-      box("", "query", plural(row.count, "row"), `positions ${row.first} to ${row.first + row.count - 1} of ${labelOf(r)}`),
+      box("", "query", plural(row.count, "row"), `position ${row.first}${row.count > 1 ? ` to ${row.first + row.count - 1}` : ""} of ${labelOf(r)}`),
       arrow("block_table"),
       box("lookup", "entries", plural(tiles.flatMap((t) => t.columns).filter((c, i, all) => all.indexOf(c) === i).length, "block"), "a position's block is table[position div block size]"),
       arrow("K, V"),
-      box("read", "read", plural(readRange(g, row)[1] - readRange(g, row)[0], "token"), g.window === null ? "all that came before" : `a window of ${g.window}`)),
+      box("read", "read", plural(readRange(g, row)[1] - readRange(g, row)[0], "token"), g.window === null ? "itself and all that came before" : `a window of ${g.window}`)),
     ["ol.walk", ...steps, ["li.step.end", ["small", "end"], ["code", "out = acc / l"], ["code", "lse = m + ln l"]]],
     ["p.note", "α = exp(m − m') rescales what was kept when a tile brings a larger score; splits of the keys each start from nothing and are added in the same way."],
   ];
