@@ -17,10 +17,10 @@ TEXTS = [
     "Explain in two sentences why the sky is blue.",
     "Write a short story about a lighthouse keeper who finds a message in a bottle, and tell it from the view of the "
     "bottle, with a beginning, a middle and an end.",
-    "List the first ten prime numbers.",
+    "List the first ten prime numbers, then the first five square numbers.",
     "Translate to French: good morning, my friends.",
     " ".join(["The quick brown fox jumps over the lazy dog."] * 12) + " How often does the fox jump?",
-    "2 + 2 =",
+    "Finish this line for me, and then go on for as long as you can: one, two, three, four,",
 ]
 NEW = 64
 
