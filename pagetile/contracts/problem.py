@@ -44,8 +44,8 @@ class WriteProblem:
 
     def __str__(self) -> str:
         return (
-            f"write {self.num_tokens} tokens, {self.num_kv_heads} heads of {_size(self)}, {self.dtype} into {self.kind} "
-            f"{self.layout} blocks of {self.block_size} on {self.device}"
+            f"write {self.num_tokens} tokens, {self.num_kv_heads} heads of {_size(self)}, {self.dtype} into "
+            f"{self.kind} {self.layout} blocks of {self.block_size} on {self.device}"
         )
 
 
