@@ -119,7 +119,19 @@ class Engine:
                 self.scheduler.remove(sample)
                 self._end_text(sample)
                 sample.finish_reason = "abort"
+        request.aborted = True
         return request_output(request)
+
+    def request(self, request_id: str) -> Request:
+        """An unfinished request as it stands. The object stays valid after its end.
+
+        Raises:
+            ArgumentError: there is no such request, or it has ended.
+        """
+        found = self._requests.get(request_id)
+        if found is None:
+            raise ArgumentError(f"there is no unfinished request {request_id!r}")
+        return found
 
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything to do."""

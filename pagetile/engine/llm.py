@@ -11,6 +11,7 @@ import torch
 from pagetile.contracts.errors import ArgumentError
 from pagetile.engine.engine import Engine
 from pagetile.engine.loader import load
+from pagetile.engine.outputs import request_output
 from pagetile.engine.request import Delta, RequestOutput, SamplingParams
 from pagetile.engine.sizing import EngineConfig
 from pagetile.engine.stats import EngineStats
@@ -96,44 +97,39 @@ class LLM:
         Args:
             prompts: one prompt or a list of them.
             params: for all, or one for each prompt; None is greedy, 128 tokens.
-            on_delta: called with what each step adds to each answer.
+            on_delta: called with what each step adds to each answer. It may abort requests of the engine.
 
         Returns:
-            One output for each prompt, in their order.
+            One output for each prompt, in their order; of an aborted one, what it had.
 
         Raises:
             ArgumentError: a prompt or its parameters are refused; then nothing has run.
         """
         ids = self.add(prompts, params, live=on_delta is not None)
-        own = set(ids)
-        answers: dict[str, RequestOutput] = {}
+        requests = {request_id: self.engine.request(request_id) for request_id in ids}
         try:
-            while len(answers) < len(ids):
+            while not all(request.finished for request in requests.values()):
                 for delta in self.engine.step():
-                    if on_delta is not None and delta.request_id in own:
+                    if on_delta is not None and delta.request_id in requests:
                         on_delta(delta)
-                    if delta.output is not None and delta.request_id in own:
-                        answers[delta.request_id] = delta.output
         finally:
             for request_id in ids:
                 self.engine.abort(request_id)
-        return [answers[request_id] for request_id in ids]
+        return [request_output(request) for request in requests.values()]
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, Delta]]:
         """Answer prompts as :meth:`generate` does, yielding ``(number of the prompt, delta)`` as they come.
 
-        Leaving the iterator early aborts what is unfinished.
+        Leaving the iterator early aborts what is unfinished. A request that is aborted meanwhile has no last delta.
         """
         ids = self.add(prompts, params, live=True)
         number = {request_id: index for index, request_id in enumerate(ids)}
-        unfinished = set(ids)
+        requests = [self.engine.request(request_id) for request_id in ids]
         try:
-            while unfinished:
+            while not all(request.finished for request in requests):
                 for delta in self.engine.step():
-                    if delta.output is not None:
-                        unfinished.discard(delta.request_id)
                     if delta.request_id in number:
                         yield number[delta.request_id], delta
         finally:

@@ -9,7 +9,8 @@ from pagetile.engine.request import CompletionOutput, Request, RequestOutput, Sa
 
 def request_output(request: Request) -> RequestOutput:
     """The request as it stands, finished or not; its text must be settled."""
-    request.metrics.finished = time.perf_counter()
+    if request.finished and request.metrics.finished is None:
+        request.metrics.finished = time.perf_counter()
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,

@@ -177,6 +177,7 @@ class Request:
         seed: the caller's, or one drawn for this request.
         end_ids: ids that end an answer: stop ids, and the model's own end tokens unless they are ignored.
         live: text is decoded as tokens come, because somebody reads along or stop strings are looked for.
+        aborted: ended by its caller.
         samples: those that exist: the first, and after its prompt is computed all n.
     """
 
@@ -187,6 +188,7 @@ class Request:
     prompt: str | None = None
     end_ids: frozenset[int] = frozenset()
     live: bool = True
+    aborted: bool = False
     seed: int = 0
     samples: list[Sample] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -205,7 +207,7 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether every sample has ended."""
-        return self.forked and all(sample.finish_reason for sample in self.samples)
+        return self.aborted or (self.forked and all(sample.finish_reason for sample in self.samples))
 
 
 @dataclass(eq=False, slots=True)

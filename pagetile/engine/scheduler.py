@@ -3,7 +3,8 @@
 Samples run in the order in which their requests came. A step gives every running sample the tokens it has left, within
 a budget of tokens; when blocks run out, the youngest sample loses its own and waits to be computed again (preemption by
 recompute). A waiting sample is admitted when its whole sequence fits beside one more block for everybody who runs, so
-that an admission does not cost somebody else's work in the next step.
+that an admission does not cost somebody else's work in the next step; and when nobody is computing its next block
+already: then it waits for the hit.
 
 The oldest sample can take the blocks of all others, and alone it fits (:meth:`Scheduler.require_fits`), so every step
 makes progress.
@@ -23,6 +24,10 @@ from pagetile.cache.sequences import SequenceTable
 from pagetile.contracts.errors import ArgumentError, OutOfBlocksError
 from pagetile.contracts.geometry import blocks_for
 from pagetile.engine.request import Sample
+
+WORTH_WAITING = 16
+"""A sample waits a step for a hit of this many tokens or more: computing them costs more than waiting, and a step that
+runs short of work costs little, since decoding is bound by reading the weights."""
 
 
 @dataclass(slots=True)
@@ -166,16 +171,17 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         slots = sum(sample.slots for sample in self.running)
-        while self.waiting and budget > 0 and not self._blocked:
-            sample = self.waiting[0]
-            if slots + sample.slots > self.max_num_seqs:
+        for sample in list(self.waiting):
+            if budget <= 0 or self._blocked or slots + sample.slots > self.max_num_seqs:
                 return
-            if sample.request.prompt_logprobs is None or sample.num_generated:
-                self.table.take_hits(sample.seq)  # prompt logprobs need every prompt token computed
+            if self._takes_hits(sample):
+                if self._in_flight(plan, sample):
+                    continue
+                self.table.take_hits(sample.seq)
             if self.running and not self._room_for(sample):
                 self._give_back(sample)
                 return
-            self.waiting.popleft()
+            self.waiting.remove(sample)
             self.running.append(sample)
             count = self._reserve(plan, sample, min(budget, sample.seq.num_uncomputed))
             if count == 0:
@@ -185,6 +191,20 @@ class Scheduler:
                 sample.request.metrics.prefix_hit_tokens = sample.seq.num_hit
             slots += sample.slots
             budget -= count
+
+    def _takes_hits(self, sample: Sample) -> bool:
+        """Prompt logprobs need every token of the prompt computed, the first time."""
+        return self.table.prefix_cache and (sample.request.prompt_logprobs is None or sample.num_generated > 0)
+
+    def _in_flight(self, plan: StepPlan, sample: Sample) -> bool:
+        """Whether this step computes tokens that begin the sample as well: in the next step they will be a hit."""
+        tokens, size = sample.seq.token_ids, self.table.block_size
+        for other, count in plan.work:
+            seq = other.seq
+            end = blocks_for(seq.num_computed + WORTH_WAITING, size) * size
+            if end <= min(seq.num_computed + count, len(tokens)) and seq.token_ids[:end] == tokens[:end]:
+                return True
+        return False
 
     def _give_back(self, sample: Sample) -> None:
         preemptions = self.table.stats.preemptions

@@ -44,8 +44,24 @@ def test_one_prompt_twice_in_one_batch(make_engine) -> None:
     [prompt] = prompts_of((50,))
     engine = make_engine(tiny("llama"), max_batch_tokens=256)
     assert tokens(run(engine, [prompt, prompt])) == generated("llama", [prompt, prompt])
+    # The second waits while the first computes its three full blocks, and takes them.
+    assert engine.stats.prefix_hit_tokens == 48
     staggered = make_engine(tiny("llama"), max_batch_tokens=20)
     assert tokens(run(staggered, [prompt, prompt])) == generated("llama", [prompt, prompt])
+
+
+def test_waiting_for_a_prefix_in_flight_does_not_hold_others_up(make_engine) -> None:
+    long, other = prompts_of((60, 9), seed=8)
+    engine = make_engine(tiny("llama"), max_batch_tokens=80)
+    prompts = [long, [*long, 7], other]
+    ids = [engine.add_request(prompt) for prompt in prompts]
+    engine.step()
+    assert [sample.request.request_id for sample in engine.scheduler.running] == [ids[0], ids[2]]
+    engine.step()
+    assert [sample.request.request_id for sample in engine.scheduler.running] == [ids[0], ids[2], ids[1]]
+    answers = {d.request_id: d.output for d in engine if d.output}
+    assert [answers[i].metrics.prefix_hit_tokens for i in ids] == [0, 48, 0]
+    assert [answers[i].outputs[0].token_ids[:12] for i in ids] == generated("llama", prompts)
 
 
 def test_an_answer_is_a_prefix_of_the_next_turn(make_engine) -> None:

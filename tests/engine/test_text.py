@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import generated, prompts_of, tiny
+from tiny_models import generated, prompts_of, tiny, tokens
 
 from pagetile.contracts.errors import ArgumentError
 from pagetile.engine import LLM, SamplingParams
@@ -154,6 +154,26 @@ def test_leaving_a_stream_early_gives_everything_back(llm: LLM) -> None:
             break
     assert not llm.engine.has_unfinished()
     assert sum(pool.num_live for pool in llm.engine.table.pools.values()) == 0
+
+
+def test_a_callback_may_abort(llm: LLM) -> None:
+    expected = generated("llama", PROMPTS)
+    victim: list[str] = []
+
+    def abort_one(delta) -> None:
+        if not victim:
+            victim.append(delta.request_id)
+        if delta.request_id == victim[0]:
+            count.append(1)
+            if len(count) == 3:
+                llm.engine.abort(delta.request_id)
+
+    count: list[int] = []
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12), on_delta=abort_one)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["abort", "length", "length"]
+    assert outputs[0].outputs[0].token_ids == expected[0][: len(outputs[0].outputs[0].token_ids)]
+    assert len(outputs[0].outputs[0].token_ids) >= 3
+    assert tokens(outputs)[1:] == expected[1:]
 
 
 def test_stop_strings_end_an_answer(llm: LLM) -> None:
