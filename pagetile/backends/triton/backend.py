@@ -107,7 +107,7 @@ class TritonBackend:
             None if lse is None else lse.stride(), call.k.shape[0],
             None if table is None else (table.stride(0), table.shape[1], table.dtype), call.scale, call.window,
             call.softcap, None if slopes is None else slopes.stride(), call.sinks is None, call.key_starts is None,
-            q.device,
+            (call.k.data_ptr() | call.v.data_ptr()) & 15 == 0, q.device,
         )  # fmt: skip
         kept = self._kept or self._prepare()
         launches = kept.get(name)

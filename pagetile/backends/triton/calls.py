@@ -63,6 +63,17 @@ def log2_block(block_size: int) -> int:
     return block_size.bit_length() - 1 if block_size > 0 and block_size & (block_size - 1) == 0 else -1
 
 
+def copies_aligned(call: AttendCall) -> bool:
+    """Whether K and V can be copied 16 bytes at a time: bases and strides.
+
+    Where they cannot, loads go through registers and nothing is gained by a pipeline, so there is none: pipelined block
+    ids over loads that are not led to faults and wrong keys on an H200 under Triton 3.6 (the cause is not known).
+    """
+    size = call.k.element_size()
+    strides = (*call.k.stride()[:-1], *call.v.stride()[:-1])
+    return not ((call.k.data_ptr() | call.v.data_ptr()) & 15) and not any(s * size & 15 for s in strides)
+
+
 class AttendLaunches:
     """The launches of one attention; call it with a call of the same shape."""
 
@@ -214,7 +225,7 @@ def _attend_constants(call: AttendCall, tile: Tile, edges: bool = True) -> dict[
         **_tile_constants(tile, call.problem.group),
         "TILE": tile.keys,
         **({"EDGE": min(tile.keys, 32 if sum(tile.dv) <= 128 else 16)} if edges else {}),
-        "STAGES": tile.stages,
+        "STAGES": tile.stages if copies_aligned(call) else 1,
         **({"PAGES": _scalar_pages(call, tile)} if edges else {}),
         "D": call.problem.head_size,
         "D1": tile.d[0],

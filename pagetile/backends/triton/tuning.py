@@ -154,13 +154,13 @@ def power_of_two(n: int) -> int:
 
 
 def head_parts(size: int) -> tuple[int, int]:
-    """A head size as one or two powers of two, each at least 16: 80 is padded to 128, 576 = 512 + 64.
+    """A head size as one or two powers of two: 16, or at least 64; 80 is padded to 128, 576 = 512 + 64.
 
     Padding is masked, so it costs no memory traffic. Two parts where the next power of two would waste half of a
-    large tile; not below, since Triton 3.6 computes wrong products for second parts of 16 and 32 elements where four
-    warps run wgmma on 64 rows (seen on an H200, in float16 and bfloat16; 64 + 32 and 64 + 16).
+    large tile. No part is 32 wide: with a second part of 32, tiles of 64 rows in float16 and bfloat16 gave wrong
+    results on an H200 under Triton 3.6 (the cause is not known; the interpreter agrees with float64).
     """
-    whole = max(16, power_of_two(size))
+    whole = 16 if size <= 16 else max(64, power_of_two(size))
     if size <= 256 or whole == size:
         return whole, 0
     first = whole // 2
@@ -269,7 +269,7 @@ def _narrow_tile(problem: AttendProblem, device: DeviceFacts, rows: int, max_q: 
     if rows > 16:
         return _make_tile(problem, device, rows, 64, 4, 3, max_q)
     if wide > 64:
-        return _make_tile(problem, device, rows, 32, 2, 4 if max_q > 1 else 3, max_q)
+        return _make_tile(problem, device, rows, 32, 2, 4 if max_q > 1 or problem.block_size > 16 else 3, max_q)
     return _make_tile(problem, device, rows, 64, 2, 3, max_q)
 
 
@@ -282,7 +282,7 @@ def _plan_split(
         rows = min(32 if problem.dtype == "float32" else 64, max(16, power_of_two(max_q * heads)))
         tile = _narrow_tile(problem, device, rows, max_q)
     query_tiles = -(-max_q // tile.tokens)
-    slots = problem.num_kv_heads * tile.head_tiles * query_tiles
+    slots = max(1, problem.num_kv_heads * tile.head_tiles * query_tiles * max(1, problem.num_seqs))
     min_tiles = 1 if problem.num_splits else max(1, 256 // tile.keys)
     most = max(1, -(-problem.max_k_len // (tile.keys * min_tiles)))
     if problem.num_splits:
@@ -290,17 +290,19 @@ def _plan_split(
         reasons.append(f"num_splits={problem.num_splits} was asked for")
     elif problem.num_seqs == 1 or problem.num_seqs > MAX_SHARED_OUT:
         fixed = True
-        programs = min(most, max(1, round(4 * device.processors / (slots * problem.num_seqs))))
-        reasons.append(f"{programs} items a sequence give {programs * slots * problem.num_seqs} programs")
+        programs = min(most, max(1, round(4 * device.processors / slots)))
+        reasons.append(f"{programs} items a sequence give {programs * slots} programs")
     else:
         fixed = False
-        each = max(1, round(4 * device.processors / (slots * problem.num_seqs)))
+        each = max(1, round(4 * device.processors / slots))
         programs = problem.num_seqs * min(most, each)
         reasons.append(
-            f"{programs} to {programs + problem.num_seqs} items shared out by length give about {programs * slots} "
-            f"programs for {device.processors} multiprocessors"
+            f"{programs} to {programs + problem.num_seqs} items shared out by length give about "
+            f"{programs * slots // problem.num_seqs} programs for {device.processors} multiprocessors"
         )
     plan = SplitPlan(tile, max_q, fixed, programs, min_tiles, most > 1 and programs > 1)
+    if not plan.combine:  # nothing may be cut then, whatever the lengths on the device turn out to be
+        plan = replace(plan, fixed=True, programs=1)
     if partial_bytes(problem, plan) > MAX_PARTIAL_BYTES:
         reasons.append(f"partial states of {partial_bytes(problem, plan) >> 20} MiB are too large: no split")
         plan = replace(plan, fixed=True, programs=1, combine=False)

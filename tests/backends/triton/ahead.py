@@ -51,7 +51,7 @@ def compile_launch(launch: Any, tensors: tuple[torch.Tensor, ...], capability: i
     constants: dict[tuple[int, ...], Any] = {}
     for i, tensor in enumerate(tensors):
         signature[names[i]] = POINTERS[tensor.dtype]
-        if aligned:
+        if aligned and (tensor.is_meta or tensor.data_ptr() % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     for i, value in enumerate(launch.scalars, start=len(tensors)):
         if isinstance(value, float):
