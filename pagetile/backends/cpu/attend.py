@@ -171,6 +171,8 @@ def _scratch_parts(problem, plan: AttendPlan, threads: int) -> tuple[int, int, d
     sizes = {
         P.A_S_QUERY: rows * size,
         P.A_S_SCORE: rows * SCORE_BYTES,
+        P.A_S_CHUNK: rows * size_v,
+        P.A_S_KEEP: rows * 4,
         P.A_S_STATE: rows * (size_v + 8),
         P.A_S_TOTAL: rows * (size_v + 8),
         P.A_S_KADDR: keys * 8,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from pagetile.backends.cpu.warmup import Compiled, warmup
 from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
 from pagetile.contracts.dtypes import FLOATING
 from pagetile.contracts.problem import MergeProblem, Problem
@@ -61,6 +62,10 @@ class CpuBackend:
         from pagetile.backends.cpu.merge import merge
 
         merge(call)
+
+    def warmup(self) -> list[Compiled]:
+        """Compile every kernel now; see :func:`pagetile.backends.cpu.warmup.warmup`."""
+        return warmup()
 
     def plan(self, call: WriteCall | AttendCall):
         """The printable plan of a call: how it will be cut, and why."""

@@ -38,11 +38,12 @@ ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
     A_ROW_LIMIT, A_TILE_TOKENS, A_ALL_HEADS, A_SPLITS, A_STAGE_ROWS, A_DIRECT_K, A_DIRECT_V,  # the plan
     A_TASKS, A_TASK_COST, A_TASK_ORDER, A_BUCKETS, A_GROUPS,   # arrays that prepare fills
     A_SCRATCH, A_SCRATCH_BYTES,                     # a worker's share
-    A_S_QUERY, A_S_SCORE, A_S_STATE, A_S_TOTAL, A_S_KADDR, A_S_VADDR, A_S_STAGE, A_S_SADDR, A_S_RANGE,  # offsets in it
+    A_S_QUERY, A_S_SCORE, A_S_CHUNK, A_S_KEEP, A_S_STATE, A_S_TOTAL,  # offsets in it
+    A_S_KADDR, A_S_VADDR, A_S_STAGE, A_S_SADDR, A_S_RANGE,
     A_STAGE_STRIDE,
     A_PARTIALS,                                     # states of split tasks, a segment each
-) = range(4, 85)
-ATTEND_SLOTS = 85
+) = range(4, 87)
+ATTEND_SLOTS = 87
 
 (   # write
     W_TICKET,

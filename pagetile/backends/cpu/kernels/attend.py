@@ -23,6 +23,7 @@ from pagetile.backends.cpu.jit import Kernel, inlined
 from pagetile.backends.cpu.kernels.address import fill_addresses, key_span, query_span, visible
 from pagetile.backends.cpu.kernels.elements import (
     bytes_of,
+    get_f32,
     get_f64,
     get_i64,
     put_f32,
@@ -33,11 +34,11 @@ from pagetile.backends.cpu.kernels.elements import (
     vectors_of,
 )
 from pagetile.backends.cpu.kernels.finish import finish_rows, seen_in
-from pagetile.backends.cpu.kernels.softmax import add_state, clear_row
+from pagetile.backends.cpu.kernels.softmax import add_state, clear_row, mix_rows
 from pagetile.backends.cpu.kernels.vector import ROW_BYTES, calls
 from pagetile.backends.cpu.tuning import CHUNK, SCORE_PAD, SEGMENT
 
-_NONE, _ZERO = np.float32(-math.inf), np.float32(0)
+_NONE, _ZERO, _ONE = np.float32(-math.inf), np.float32(0), np.float32(1)
 
 call_score, call_weigh, call_add = calls(6), calls(7), calls(7)
 
@@ -80,6 +81,23 @@ def _clear_state(state, rows, vectors):
 
 
 @inlined
+def _fold_chunk(block, scratch, task, low, high, state):
+    """Add a chunk's sums to the states of the rows that see a key of ``[low, high)``.
+
+    Sums of a chunk apart, then of a segment, then of all: an error grows with the length of a chunk, not of the keys.
+    """
+    tokens, group = slot_value(task, P.T_TOKENS), slot_value(block, P.A_GROUP)
+    rows, vectors = slot_value(task, P.T_HEADS) * tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
+    sums, keeps = scratch + slot_value(block, P.A_S_CHUNK), scratch + slot_value(block, P.A_S_KEEP)
+    ranges = scratch + slot_value(block, P.A_S_RANGE)
+    for row in range(rows):
+        seen = ranges + row // group % tokens * 16
+        if max(low, get_i64(seen)) < min(high, get_i64(seen + 8)):
+            offset = row * vectors * ROW_BYTES
+            mix_rows(state + offset, sums + offset, vectors, get_f32(keeps + row * 4), _ONE)
+
+
+@inlined
 def _run_segment(block, scratch, task, low, high, state):
     """The state of all rows over the keys ``[low, high)``, which lie in one segment."""
     keys, values = scratch + slot_value(block, P.A_S_KADDR), scratch + slot_value(block, P.A_S_VADDR)
@@ -89,7 +107,9 @@ def _run_segment(block, scratch, task, low, high, state):
         fill_addresses(block, slot_value(task, P.T_SEQ), start, first, last, keys, values)
         call_score(slot_value(block, P.A_SCORE), block, scratch, task, start, first, last)
         call_weigh(slot_value(block, P.A_WEIGH), block, scratch, task, start, first, last, state)
-        call_add(slot_value(block, P.A_ADD), block, scratch, task, start, first, last, state)
+        sums = scratch + slot_value(block, P.A_S_CHUNK)
+        call_add(slot_value(block, P.A_ADD), block, scratch, task, start, first, last, sums)
+        _fold_chunk(block, scratch, task, start + first, start + last, state)
         start += CHUNK
 
 

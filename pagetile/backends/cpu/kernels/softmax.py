@@ -197,18 +197,6 @@ def negate(b, scores, low, high):
     _over(b, scores, low, high, [], lambda _v, s, now: (b.fneg(s), now))
 
 
-@emits(types.void, A, A, F)
-def scale_row(b, row, vectors, factor):
-    factors = splat(b, factor)
-
-    def body(i, _):
-        address = advance(b, row, i, ROW_BYTES)
-        store(b, b.fmul(load(b, address, vec(f32)), factors), address)
-        return []
-
-    counted(b, vectors, [], body)
-
-
 @emits(types.void, A, A)
 def clear_row(b, row, vectors):
     def body(i, _):

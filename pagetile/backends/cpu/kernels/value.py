@@ -3,7 +3,7 @@
 A key that a row does not see is never multiplied, not even by 0: it may be NaN. Rows whose ranges differ are therefore
 added up apart where they differ.
 
-Reads weights (in scratch) and V; adds to the rows of a state.
+Reads weights (in scratch) and V; adds to the rows' sums over a chunk (in scratch).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagetile.backends.cpu.tuning import DIRECT_KEYS, STAGED_KEYS
 
 
 @inlined
-def _value_block(block, scratch, task, head, start, first, last, addresses, offset, state, tag):
+def _value_block(block, scratch, task, head, start, first, last, addresses, offset, sums, tag):
     """Add the values of the keys ``start + [first, last)`` to one KV head's rows, each row only those it sees.
 
     Up to four rows share the keys that all of them see; before and after those, each row goes alone. A row's keys are
@@ -27,7 +27,7 @@ def _value_block(block, scratch, task, head, start, first, last, addresses, offs
     group, tokens = slot_value(block, P.A_GROUP), slot_value(task, P.T_TOKENS)
     rows, vectors = tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
     ranges = scratch + slot_value(block, P.A_S_RANGE)
-    sums = state + head * rows * vectors * ROW_BYTES
+    sums += head * rows * vectors * ROW_BYTES
     scores = scratch + slot_value(block, P.A_S_SCORE) + head * rows * SCORE_BYTES
     stride = vectors * ROW_BYTES
     row = 0
@@ -59,7 +59,7 @@ def _value_block(block, scratch, task, head, start, first, last, addresses, offs
 
 
 @inlined
-def _value_chunk(block, scratch, task, start, first, last, state, tag):
+def _value_chunk(block, scratch, task, start, first, last, sums, tag):
     """Add the weighted values of a chunk: a few keys at a time, every head in turn."""
     values, staged_values = scratch + slot_value(block, P.A_S_VADDR), scratch + slot_value(block, P.A_S_SADDR)
     rows, size = slot_value(task, P.T_TOKENS) * slot_value(block, P.A_GROUP), slot_value(block, P.A_SIZE_V)
@@ -72,25 +72,25 @@ def _value_chunk(block, scratch, task, start, first, last, state, tag):
             offset = (slot_value(task, P.T_HEAD) + head) * slot_value(block, P.A_V_HEAD)
             if staged:
                 stage(block, scratch, values, offset, key, end, size, tag)
-                _value_block(block, scratch, task, head, start, key, end, staged_values, 0, state, FLOAT32)
+                _value_block(block, scratch, task, head, start, key, end, staged_values, 0, sums, FLOAT32)
             else:
-                _value_block(block, scratch, task, head, start, key, end, values, offset, state, tag)
+                _value_block(block, scratch, task, head, start, key, end, values, offset, sums, tag)
         key = end
 
 
-def add_float32(block, scratch, task, start, first, last, state):
+def add_float32(block, scratch, task, start, first, last, sums):
     """Add the weighted float32 values ``start + [first, last)``."""
-    _value_chunk(block, scratch, task, start, first, last, state, FLOAT32)
+    _value_chunk(block, scratch, task, start, first, last, sums, FLOAT32)
 
 
-def add_bfloat16(block, scratch, task, start, first, last, state):
+def add_bfloat16(block, scratch, task, start, first, last, sums):
     """Add the weighted bfloat16 values."""
-    _value_chunk(block, scratch, task, start, first, last, state, BFLOAT16)
+    _value_chunk(block, scratch, task, start, first, last, sums, BFLOAT16)
 
 
-def add_float16(block, scratch, task, start, first, last, state):
+def add_float16(block, scratch, task, start, first, last, sums):
     """Add the weighted float16 values."""
-    _value_chunk(block, scratch, task, start, first, last, state, FLOAT16)
+    _value_chunk(block, scratch, task, start, first, last, sums, FLOAT16)
 
 
 ADD = {

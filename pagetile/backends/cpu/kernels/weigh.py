@@ -11,12 +11,12 @@ from pagetile.backends.cpu.kernels.elements import get_f32, get_f64, get_i64, pu
 from pagetile.backends.cpu.kernels.score import SCORE_BYTES
 from pagetile.backends.cpu.kernels.softmax import (
     add_alibi,
+    clear_row,
     decay,
     exp_and_sum,
     finite_shift,
     negate,
     row_max,
-    scale_row,
     soft_cap,
 )
 from pagetile.backends.cpu.kernels.vector import ROW_BYTES
@@ -41,7 +41,7 @@ def _edit_scores(block, scores, low, high, seq, query_head, position):
 
 @inlined
 def _weigh_chunk(block, scratch, task, start, first, last, state):
-    """Turn scores into weights, row by row; bring the rows' states to their new maxima."""
+    """Turn scores into weights, row by row; note by how much each row's state shrinks, and clear the chunk's sums."""
     seq, group, tokens = slot_value(task, P.T_SEQ), slot_value(block, P.A_GROUP), slot_value(task, P.T_TOKENS)
     rows, vectors = slot_value(task, P.T_HEADS) * tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
     ranges, scores = scratch + slot_value(block, P.A_S_RANGE), scratch + slot_value(block, P.A_S_SCORE)
@@ -64,15 +64,12 @@ def _weigh_chunk(block, scratch, task, start, first, last, state):
         before = get_f32(maxima + row * 4)
         largest = found if found > before else before
         shift = finite_shift(largest)
-        total = exp_and_sum(here, low, high, shift, unit)
-        if largest > before:
-            keep = decay(before, shift, unit)
-            scale_row(state + row * vectors * ROW_BYTES, vectors, keep)
-            total += get_f32(sums + row * 4) * keep
-            put_f32(maxima + row * 4, largest)
-        else:
-            total += get_f32(sums + row * 4)
+        keep = decay(before, shift, unit)
+        total = exp_and_sum(here, low, high, shift, unit) + get_f32(sums + row * 4) * keep
         put_f32(sums + row * 4, total)
+        put_f32(maxima + row * 4, largest)
+        put_f32(scratch + slot_value(block, P.A_S_KEEP) + row * 4, keep)
+        clear_row(scratch + slot_value(block, P.A_S_CHUNK) + row * vectors * ROW_BYTES, vectors)
 
 
 def weigh(block, scratch, task, start, first, last, state):

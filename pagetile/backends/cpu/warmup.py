@@ -1,0 +1,36 @@
+"""Compile every kernel now, instead of at its first use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel that is ready.
+
+    Attributes:
+        name: of the kernel.
+        seconds: that it took to compile or to load.
+        from_cache: it was read from the cache.
+    """
+
+    name: str
+    seconds: float
+    from_cache: bool
+
+
+def warmup() -> list[Compiled]:
+    """Compile all kernels of this backend, or load them from the cache; takes about half a minute when cold."""
+    from pagetile.backends.cpu.kernels.attend import ATTEND
+    from pagetile.backends.cpu.kernels.merge import MERGE
+    from pagetile.backends.cpu.kernels.prepare import PREPARE
+    from pagetile.backends.cpu.kernels.score import SCORE
+    from pagetile.backends.cpu.kernels.value import ADD
+    from pagetile.backends.cpu.kernels.weigh import WEIGH
+    from pagetile.backends.cpu.kernels.write import CHECK, CHUNKS, SERIAL
+
+    kernels = [SERIAL, CHECK, CHUNKS, PREPARE, ATTEND, WEIGH, *SCORE.values(), *ADD.values(), MERGE]
+    for kernel in kernels:
+        kernel.compile()
+    return [Compiled(kernel.name, kernel.seconds, kernel.from_cache) for kernel in kernels]
