@@ -154,13 +154,14 @@ def power_of_two(n: int) -> int:
 
 
 def head_parts(size: int) -> tuple[int, int]:
-    """A head size as one or two powers of two: 16, or at least 64; 80 is padded to 128, 576 = 512 + 64.
+    """A head size as one or two powers of two of at least 64; 80 is padded to 128, 576 = 512 + 64.
 
     Padding is masked, so it costs no memory traffic. Two parts where the next power of two would waste half of a
-    large tile. No part is 32 wide: with a second part of 32, tiles of 64 rows in float16 and bfloat16 gave wrong
-    results on an H200 under Triton 3.6 (the cause is not known; the interpreter agrees with float64).
+    large tile. No part is narrower than 64: in tiles of 64 rows in float16 and bfloat16, a second part of 32 and
+    values of 16 gave wrong results on an H200 under Triton 3.6 (the cause is not known; the interpreter agrees with
+    float64).
     """
-    whole = 16 if size <= 16 else max(64, power_of_two(size))
+    whole = max(64, power_of_two(size))
     if size <= 256 or whole == size:
         return whole, 0
     first = whole // 2

@@ -28,12 +28,12 @@ def plan(**case):
 
 @pytest.mark.parametrize(
     ("size", "parts"),
-    [(1, (16, 0)), (16, (16, 0)), (24, (64, 0)), (64, (64, 0)), (80, (128, 0)), (128, (128, 0)), (192, (256, 0)),
+    [(1, (64, 0)), (16, (64, 0)), (24, (64, 0)), (64, (64, 0)), (80, (128, 0)), (128, (128, 0)), (192, (256, 0)),
      (256, (256, 0)), (257, (256, 64)), (320, (256, 64)), (512, (512, 0)), (576, (512, 64))],
 )  # fmt: skip
 def test_head_parts(size: int, parts: tuple[int, int]) -> None:
     assert head_parts(size) == parts
-    assert all(p == 0 or (p & (p - 1) == 0 and p >= 16) for p in parts)
+    assert all(p == 0 or (p & (p - 1) == 0 and p >= 64) for p in parts)
     assert sum(parts) >= size
 
 
