@@ -154,7 +154,7 @@ class Engine:
         """Compute one batch: what it added to each answer. Empty when there is nothing to do.
 
         Raises:
-            Exception: whatever the forward raised; the batch's requests are queued again from their beginning.
+            Exception: whatever the forward raised; the batch's requests are queued again, to be computed anew.
         """
         runner = self._require_open()
         began = time.perf_counter()
@@ -164,20 +164,14 @@ class Engine:
                 raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can run; this is a defect")
             return []
         self._stats.peak_blocks = max(self._stats.peak_blocks, sum(p.num_live for p in self.table.pools.values()))
+        decode = sum(1 for sample, count in plan.work if count == 1 and sample.num_generated)
+        prefill = sum(count for _, count in plan.work) - decode
         try:
-            rows = StepRows.of(plan)
-            logits = self._forward(runner, plan, rows)
+            deltas = self._compute(runner, plan)
         except BaseException:
             self.scheduler.undo(plan)
             raise
-        decode = sum(1 for sample, count in plan.work if count == 1 and sample.num_generated)
-        prefill = sum(count for _, count in plan.work) - decode
-        for sample, count in plan.work:
-            self.table.commit(sample.seq, count)
-        ready, logits = self._fork(rows.ready, logits)
-        choices = choose(logits, ready) if ready else []
-        deltas = [self._take(sample, choice) for sample, choice in zip(ready, choices, strict=True)]
-        self._stats.add_step(prefill, decode, len(ready), time.perf_counter() - began)
+        self._stats.add_step(prefill, decode, len(deltas), time.perf_counter() - began)
         return deltas
 
     @property
@@ -193,6 +187,16 @@ class Engine:
         )
 
     # Inside a step --------------------------------------------------------------------------------------------------
+
+    def _compute(self, runner: ModelRunner, plan: StepPlan) -> list[Delta]:
+        """Forward, commit, sample: what a plan adds to its answers."""
+        rows = StepRows.of(plan)
+        logits = self._forward(runner, plan, rows)
+        for sample, count in plan.work:
+            self.table.commit(sample.seq, count)
+        ready, logits = self._fork(rows.ready, logits)
+        choices = choose(logits, ready) if ready else []
+        return [self._take(sample, choice) for sample, choice in zip(ready, choices, strict=True)]
 
     def _forward(self, runner: ModelRunner, plan: StepPlan, rows: StepRows) -> Tensor:
         """Logits of the rows that choose a token; scores prompt tokens on the way. Nothing is committed."""

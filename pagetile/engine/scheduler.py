@@ -143,9 +143,10 @@ class Scheduler:
         return plan
 
     def undo(self, plan: StepPlan) -> None:
-        """After a step that failed: its samples start again, since nobody knows what was written."""
-        for sample, _ in reversed(plan.work):
-            if sample in self.running:
+        """After a step that failed: its samples, and the forks it made, start again; who knows what was written."""
+        planned = [sample for sample, _ in plan.work]
+        for sample in reversed(list(self.running)):
+            if sample in planned or sample.seq.num_uncomputed == 0:
                 self.preempt(sample)
 
     def _reserve(self, plan: StepPlan, sample: Sample, count: int) -> int:

@@ -82,6 +82,35 @@ def test_a_failed_step_leaves_no_trace(make_engine, monkeypatch) -> None:
     assert [answers[i] for i in ids] == generated("llama", PROMPTS)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_failure_while_sampling_leaves_no_trace(n: int, make_engine, monkeypatch) -> None:
+    """After the commit and the forks, before any token is taken."""
+    from pagetile.engine import engine as module
+
+    engine = make_engine(tiny("llama"), block_size=4)
+    choose, failures = module.choose, iter([False, True, True])
+
+    def fail(*args):
+        if next(failures, False):
+            raise KeyboardInterrupt
+        return choose(*args)
+
+    ids = [engine.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS, n=n)) for prompt in PROMPTS[:2]]
+    monkeypatch.setattr(module, "choose", fail)
+    outputs = {}
+    interrupted = 0
+    while engine.has_unfinished():
+        try:
+            outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output}
+        except KeyboardInterrupt:
+            interrupted += 1
+            assert live_blocks(engine) == 0
+        engine.table.check()
+    assert interrupted == 2
+    for request, expected in zip(ids, generated("llama", PROMPTS[:2]), strict=True):
+        assert [answer.token_ids for answer in outputs[request].outputs] == [expected] * n
+
+
 def test_nan_logits_are_an_error_and_not_a_token(make_engine, monkeypatch) -> None:
     engine = make_engine(tiny("llama"))
     engine.add_request(PROMPTS[0], request_id="poor")
