@@ -8,11 +8,16 @@ asks one question: *from where to where?*
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 from pagetile.contracts.errors import ArgumentError
 
 UNBOUNDED = -1
+
+FARTHEST = 2**31 - 1
+"""Lengths are int32, so no sequence is longer and no distance in one is greater."""
 
 
 def window_from_sliding(sliding_window: int | None) -> tuple[int, int]:
@@ -25,16 +30,22 @@ def window_from_sliding(sliding_window: int | None) -> tuple[int, int]:
 
     Source: Hugging Face Transformers and vLLM both count W tokens; FlashAttention's ``window_size`` is an
     inclusive radius, hence the -1.
+
+    Raises:
+        ArgumentError: not an integer, or below 1.
     """
     if sliding_window is None:
         return UNBOUNDED, UNBOUNDED
+    sliding_window = _whole("sliding_window", sliding_window)
     if sliding_window < 1:
         raise ArgumentError(f"sliding_window is {sliding_window}; it counts tokens, so it must be at least 1 (or None)")
     return sliding_window - 1, 0
 
 
-def normalize_window(window: Sequence[int] | None, causal: bool) -> tuple[int, int]:
-    """``(left, right)`` with causality folded in; -1 is unbounded, causal gives ``right = 0``.
+def normalize_window(window: Sequence[int | None] | None, causal: bool) -> tuple[int, int]:
+    """``(left, right)`` with causality folded in; -1 (or None) is unbounded, causal gives ``right = 0``.
+
+    A distance past any sequence becomes :data:`FARTHEST`.
 
     >>> normalize_window(None, causal=True)
     (-1, 0)
@@ -46,13 +57,33 @@ def normalize_window(window: Sequence[int] | None, causal: bool) -> tuple[int, i
     """
     if window is None:
         window = (UNBOUNDED, UNBOUNDED)
-    if len(window) != 2:
-        raise ArgumentError(f"window_size must be (left, right), got {tuple(window)!r}")
-    left, right = (int(w) if w is not None else UNBOUNDED for w in window)
-    for name, value in (("left", left), ("right", right)):
-        if value < UNBOUNDED:
-            raise ArgumentError(f"window_size {name} is {value}; use -1 for unbounded, or a distance of 0 or more")
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ArgumentError(f"window_size is {window!r}; it must be (left, right), two integers, or None") from None
+    left, right = _side("left", left), _side("right", right)
     return left, 0 if causal else right
+
+
+def _side(name: str, value: Any) -> int:
+    if value is None:
+        return UNBOUNDED
+    value = _whole(f"window_size {name}", value)
+    if value < UNBOUNDED:
+        raise ArgumentError(f"window_size {name} is {value}; use -1 for unbounded, or a distance of 0 or more")
+    return min(value, FARTHEST)
+
+
+def _whole(name: str, value: Any) -> int:
+    """An integer known on the host: no float, no text, no bool, and no tensor, whose value may be on a device."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or hasattr(value, "data_ptr"):
+        raise ArgumentError(f"{name} is {value!r}; it must be a Python int")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name} is {value!r}; it must be an integer") from None
 
 
 def visible_range(
