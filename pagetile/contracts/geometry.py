@@ -50,6 +50,28 @@ def split_slot(slot: int, block_size: int) -> tuple[int, int]:
     return divmod(slot, block_size)
 
 
+def slots_held(num_blocks: int, block_size: int) -> str:
+    """What a message says of the slots of a cache.
+
+    >>> slots_held(3, 16)
+    'the cache has 3 blocks of 16, so slots 0 to 47'
+    """
+    if num_blocks < 1:
+        return "the cache has no blocks"
+    return f"the cache has {num_blocks} blocks of {block_size}, so slots 0 to {num_blocks * block_size - 1}"
+
+
+def blocks_held(num_blocks: int) -> str:
+    """What a message says of the blocks of a cache.
+
+    >>> blocks_held(3)
+    'the cache has 3 blocks, so ids 0 to 2'
+    """
+    return (
+        f"the cache has {num_blocks} blocks, so ids 0 to {num_blocks - 1}" if num_blocks else "the cache has no blocks"
+    )
+
+
 def slot_of(block_row: Sequence[int], position: int, block_size: int) -> int:
     """The slot of a position, through one row of a block table.
 

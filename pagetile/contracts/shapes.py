@@ -92,15 +92,27 @@ class Sizes:
 
 
 def require_tensor(name: str, value: Any) -> Tensor:
-    """``value``, which has to be a ``torch.Tensor``.
+    """``value``, which has to be a ``torch.Tensor`` whose memory holds what it means.
 
     Raises:
         DTypeError: it is something else.
+        ArgumentError: it is sparse or nested, or its negative bit is set (its memory holds the negated values).
     """
     import torch
 
     if not isinstance(value, torch.Tensor):
         raise DTypeError(f"{name} is a {type(value).__name__}; pass a torch.Tensor")
+    if value.layout is not torch.strided:
+        raise ArgumentError(f"{name} has the layout {value.layout}; pass a strided tensor: {name}.to_dense()")
+    if value.is_nested:
+        raise ArgumentError(
+            f"{name} is a nested tensor; pass its rows packed into one, with the start of each sequence"
+        )
+    # A graph resolves the bit by itself, before an operator sees the tensor.
+    if not torch.compiler.is_compiling() and value.is_neg():
+        raise ArgumentError(
+            f"{name} has its negative bit set: its memory holds the negated values; pass {name}.resolve_neg()"
+        )
     return value
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagetile.contracts.errors import ArgumentError, BlockTableError, ShapeError, SlotError
+from pagetile.contracts.geometry import blocks_held, slots_held
 
 
 def check_slots(slot_mapping: Tensor, num_rows: int, num_blocks: int, block_size: int) -> None:
@@ -22,8 +23,8 @@ def check_slots(slot_mapping: Tensor, num_rows: int, num_blocks: int, block_size
     row = _first(slot_mapping >= limit)
     if row is not None:
         raise SlotError(
-            f"slot_mapping[{row}] is {int(slot_mapping[row])}, but the cache has {num_blocks} blocks of {block_size}, "
-            f"so slots 0 to {limit - 1}; use a negative slot for a row that must not be stored. Nothing was written"
+            f"slot_mapping[{row}] is {int(slot_mapping[row])}, but {slots_held(num_blocks, block_size)}; use a "
+            "negative slot for a row that must not be stored. Nothing was written"
         )
 
 
@@ -68,8 +69,8 @@ def check_block_table(block_table: Tensor, seq_lens: Tensor, num_blocks: int, bl
     if where is not None:
         row, column = divmod(where, block_table.shape[1])
         raise BlockTableError(
-            f"block_table[{row}, {column}] is {int(block_table[row, column])}, but the cache has {num_blocks} blocks, "
-            f"so ids 0 to {num_blocks - 1}; sequence {row} has {int(seq_lens[row])} tokens and needs "
+            f"block_table[{row}, {column}] is {int(block_table[row, column])}, but {blocks_held(num_blocks)}; "
+            f"sequence {row} has {int(seq_lens[row])} tokens and needs "
             f"{int(needed[row])} valid entries (block size {block_size})"
         )
 
@@ -84,8 +85,8 @@ def check_key_starts(key_starts: Tensor | None) -> None:
 
 
 def check_bound(what: str, lengths: Tensor, name: str, bound: int) -> None:
-    """No length exceeds an upper bound that the host gave."""
-    seq = _first(lengths > bound)
+    """No length exceeds an upper bound that the host gave, which may be any integer."""
+    seq = _first(lengths.to(torch.int64) > min(bound, 2**63 - 1))
     if seq is not None:
         raise ArgumentError(
             f"sequence {seq} has {int(lengths[seq])} {what}, but {name} is {bound}; pass the largest length, or more"

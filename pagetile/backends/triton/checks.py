@@ -12,6 +12,7 @@ from pagetile.backends.triton.calls import log2_block
 from pagetile.backends.triton.launch import Launch
 from pagetile.backends.triton.metadata import check_blocks_kernel, check_slots_kernel, slots_kernel
 from pagetile.contracts.errors import BlockTableError, SlotError, UnsupportedError
+from pagetile.contracts.geometry import blocks_held, slots_held
 
 NOTHING = 2**63 - 1
 
@@ -50,9 +51,8 @@ def _check_slots(call: WriteCall, first: Tensor, run: Callable[..., None]) -> No
     row = int(first)
     if row != NOTHING:
         raise SlotError(
-            f"slot_mapping[{row}] is {int(slots[row])}, but the cache has {num_blocks} blocks of {block_size}, so "
-            f"slots 0 to {num_blocks * block_size - 1}; use a negative slot for a row that must not be stored. "
-            "Nothing was written"
+            f"slot_mapping[{row}] is {int(slots[row])}, but {slots_held(num_blocks, block_size)}; use a negative slot "
+            "for a row that must not be stored. Nothing was written"
         )
 
 
@@ -82,6 +82,6 @@ def _check_blocks(call: AttendCall, first: Tensor, run: Callable[..., None]) -> 
             f"tokens, so at most {table.shape[1] * block_size}; widen block_table or shorten the sequence"
         )
     raise BlockTableError(
-        f"block_table[{row}, {column}] is {int(table[row, column])}, but the cache has {num_blocks} blocks, so ids "
-        f"0 to {num_blocks - 1}; sequence {row} has {int(lens[row])} tokens (block size {block_size})"
+        f"block_table[{row}, {column}] is {int(table[row, column])}, but {blocks_held(num_blocks)}; sequence {row} has "
+        f"{int(lens[row])} tokens (block size {block_size})"
     )
