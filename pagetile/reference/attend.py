@@ -120,9 +120,10 @@ def attend_one(
         distance: ``[n]``, each key's position minus the query's.
         slopes, sinks: ``[Hq]`` or None.
     """
-    num_heads, num_kv_heads = len(q), keys.shape[1]
-    grouped = q.view(num_kv_heads, num_heads // num_kv_heads, -1)  # the heads that share a KV head
-    scores = scale * torch.einsum("hrd,nhd->hrn", grouped, keys).reshape(num_heads, -1)  # [Hq, n]
+    (num_heads, size), (num_keys, num_kv_heads) = q.shape, keys.shape[:2]
+    group = num_heads // num_kv_heads
+    grouped = q.reshape(num_kv_heads, group, size)  # the heads that share a KV head
+    scores = scale * torch.einsum("hrd,nhd->hrn", grouped, keys).reshape(num_heads, num_keys)  # [Hq, n]
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
@@ -131,9 +132,9 @@ def attend_one(
     # A sink is one more logit, without a value; -inf is the same as none.
     sink = scores.new_full((num_heads,), -torch.inf) if sinks is None else sinks.to(scores.dtype)
     logits = torch.cat([scores, sink.unsqueeze(-1)], dim=-1)
-    weights = logits.softmax(dim=-1)[:, :-1].view(num_kv_heads, num_heads // num_kv_heads, -1)
+    weights = logits.softmax(dim=-1)[:, :-1].reshape(num_kv_heads, group, num_keys)
     out = torch.einsum("hrn,nhd->hrd", weights, values)
-    return out.reshape(num_heads, -1), logits.logsumexp(dim=-1)
+    return out.reshape(num_heads, values.shape[-1]), logits.logsumexp(dim=-1)
 
 
 TokensOf = Callable[[Tensor, int], Tensor]
