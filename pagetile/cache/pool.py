@@ -211,14 +211,9 @@ class BlockPool:
         block = self._known(block)
         if not self.prefix_cache:
             return prefix
-        if self._refs[block] == 0:
-            raise ArgumentError(f"block {block} is not live; only a block somebody holds can be registered")
+        self._check_registrable(block, prefix)
         own = self._prefix[block]
         if own is not None:
-            if own is not prefix and not own.same(prefix):
-                raise ArgumentError(
-                    f"block {block} holds {own}, it cannot become {prefix}; forget() it before rewriting"
-                )
             return own
         twin = self.lookup(prefix)
         if twin is not None:
@@ -226,6 +221,15 @@ class BlockPool:
         self._prefix[block] = prefix
         self._by_digest.setdefault(prefix.digest, []).append(block)
         return prefix
+
+    def _check_registrable(self, block: int, prefix: Prefix) -> None:
+        if not self.prefix_cache:
+            return
+        if self._refs[block] == 0:
+            raise ArgumentError(f"block {block} is not live; only a block somebody holds can be registered")
+        own = self._prefix[block]
+        if own is not None and own is not prefix and not own.same(prefix):
+            raise ArgumentError(f"block {block} holds {own}, it cannot become {prefix}; forget() it before rewriting")
 
     def forget(self, block: int) -> None:
         """Take a block out of the lookup, because its content is about to change. Its references stay."""
@@ -264,10 +268,28 @@ class BlockPool:
         return found
 
     def register_tokens(self, blocks: Sequence[int], tokens: Any, salt: Salt = None) -> None:
-        """:meth:`register` the full blocks of ``tokens``, which lie in ``blocks``, head first."""
-        parent = Prefix.root(salt, self.block_size, self.hasher)
-        for start, prefix in enumerate(chain(tokens, self.block_size, salt, self.hasher, parent)):
-            self.register(blocks[start], prefix)
+        """:meth:`register` the full blocks of ``tokens``, which lie in ``blocks``, head first.
+
+        Raises:
+            ArgumentError: there are fewer blocks than full blocks of tokens, one is named twice, is not live, or is
+                registered under another prefix. Nothing has been registered then.
+        """
+        ids = token_array(tokens)
+        full = len(ids) // self.block_size
+        if len(blocks) < full:
+            raise ArgumentError(
+                f"{len(ids)} tokens fill {full} blocks of {self.block_size}, but {len(blocks)} blocks are given; "
+                "pass the blocks that hold the tokens, head first"
+            )
+        used = [self._known(block) for block in blocks[:full]]
+        if len(set(used)) < full:
+            twice = next(block for block, times in Counter(used).items() if times > 1)
+            raise ArgumentError(f"block {twice} is given twice; a block holds the tokens of one place")
+        prefixes = list(chain(ids, self.block_size, salt, self.hasher))
+        for block, prefix in zip(used, prefixes, strict=True):
+            self._check_registrable(block, prefix)
+        for block, prefix in zip(used, prefixes, strict=True):
+            self.register(block, prefix)
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix, live blocks' too, for instance because the weights changed."""
