@@ -15,7 +15,7 @@ from pagetile.contracts.dtypes import FLOATING
 from pagetile.contracts.problem import AttendProblem, MergeProblem, Problem, WriteProblem
 
 if TYPE_CHECKING:
-    from pagetile.backends.triton.calls import Kept
+    from pagetile.backends.triton.calls import AttendLaunches, Kept
 
 MAX_HEAD_SIZE = 576
 
@@ -31,6 +31,13 @@ def device_facts(index: int) -> tuning.DeviceFacts:
         getattr(properties, "shared_memory_per_block_optin", 101376),
         (properties.major, properties.minor),
     )
+
+
+def _is_empty(call: AttendCall) -> bool:
+    """No sequence, no query or no head: nothing to launch."""
+    problem = call.problem
+    sized = problem.num_tokens and problem.max_q_len and problem.num_q_heads
+    return not sized or call.query_start_loc.shape[0] < 2
 
 
 class TritonBackend:
@@ -98,10 +105,29 @@ class TritonBackend:
 
     def attend(self, call: AttendCall) -> None:
         """Fill ``out`` (and ``lse``): one state over the keys each query sees."""
-        problem = call.problem
-        if not problem.num_tokens or not problem.max_q_len or call.query_start_loc.shape[0] < 2:
+        if _is_empty(call):
             return
-        q, lse, table, slopes = call.q, call.lse, call.block_table, call.alibi_slopes
+        q = call.q
+        launches = self._launches(call)
+        index = q.device.index or 0
+        error = error_word(q.device)
+        if q.is_cuda and torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                launches(call, index, error)
+        else:
+            launches(call, index, error)
+
+    def workspace_bytes(self, call: AttendCall) -> int:
+        """Bytes of ``workspace`` that an attention uses, by shapes and bounds alone."""
+        if _is_empty(call):
+            return 0
+        partials = self._launches(call).partials
+        return 4 * partials[2] if partials else 0
+
+    def _launches(self, call: AttendCall) -> AttendLaunches:
+        """The launches of an attention, kept under all that they depend on."""
+        problem, q, lse = call.problem, call.q, call.lse
+        table, slopes = call.block_table, call.alibi_slopes
         name = (
             id(problem), q.stride(), call.k.stride(), call.v.stride(), call.out.stride(),
             None if lse is None else lse.stride(), call.k.shape[0],
@@ -116,13 +142,7 @@ class TritonBackend:
 
             plan = tuning.plan_attend(problem, device_facts(q.device.index or 0))
             launches = kept.put(name, AttendLaunches(call, plan))
-        index = q.device.index or 0
-        error = error_word(q.device)
-        if q.is_cuda and torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                launches(call, index, error)
-        else:
-            launches(call, index, error)
+        return launches
 
     def merge(self, call: MergeCall) -> None:
         """Fill ``out`` (and ``out_lse``): the sum of two states."""
