@@ -19,11 +19,18 @@ importing anything from here. Messages name the tensor, the axis, both values an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 
 class PagetileError(Exception):
     """Base of all exceptions raised on purpose by pagetile."""
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Speak of tensors and bounds as the caller knows them: ``names`` is from words of the message to his."""
+        if names and self.args:
+            words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+            self.args = (words.sub(lambda found: names[found[0]], str(self.args[0])), *self.args[1:])
 
 
 class ShapeError(PagetileError, ValueError):

@@ -13,24 +13,29 @@ import torch
 from torch import Tensor
 
 from pagetile.backends.protocol import AttendCall, Backend, Scale
-from pagetile.contracts.errors import ArgumentError, UnsupportedError
+from pagetile.contracts.errors import ArgumentError, BlockTableError, PagetileError
 from pagetile.contracts.problem import AttendProblem
 from pagetile.contracts.shapes import require_tensor
-from pagetile.contracts.visibility import normalize_window
-from pagetile.ops.bind_attention import VARLEN, AttendArgs, Names, bind_attend
+from pagetile.ops.append import check_lengths_and_table
+from pagetile.ops.arguments import check_keys, check_softcap, default_scale, float_sinks, fold_window, refuse_training
+from pagetile.ops.bind_attention import VARLEN, AttendArgs, bind_attend
 from pagetile.ops.checks import (
     QUANTISED,
     bump_version,
     check_named,
     check_no_grad,
+    check_sinks,
+    check_slopes,
     check_validate,
     check_values,
-    host_float,
-    host_int,
+    check_workspace,
+    host_bound,
     is_plain,
+    refuse_odd,
     unit_scale,
 )
 from pagetile.ops.dispatch import select
+from pagetile.ops.overlap import Apart
 from pagetile.ops.plans import PLANS, Plan, tensor_key
 from pagetile.ops.scales import split_scale
 
@@ -77,26 +82,29 @@ def flash_attn_varlen_func(
             written.
         k, v: with ``block_table`` the caches ``[NB, BS, Hkv, D]`` and ``[NB, BS, Hkv, Dv]``; without, ragged
             ``[total_k, Hkv, D]`` and ``[total_k, Hkv, Dv]``. dtype of ``q``, or quantised; strides each its own.
-        max_seqlen_q, max_seqlen_k: host ints, upper bounds of the lengths.
+        max_seqlen_q, max_seqlen_k: host ints, upper bounds of the lengths, of any size.
         cu_seqlens_q: int32 ``[B + 1]``. Other dtypes raise: converting would be a hidden kernel in every call.
         cu_seqlens_k: int32 ``[B + 1]``, ragged keys only.
         seqused_k: int32 ``[B]``, number of keys of each sequence, paged keys only (required there).
-        softmax_scale: default ``D ** -0.5``.
+        softmax_scale: finite, default ``D ** -0.5``.
         causal: query i of a sequence sees keys ``j <= i + seq_len - q_len`` (aligned to the bottom right).
         window_size: ``(left, right)``, both ends inclusive, -1 unbounded, None for ``(-1, -1)``. A model's
             ``sliding_window`` goes through :func:`pagetile.window_from_sliding`.
         softcap: ``cap * tanh(s / cap)``; 0 is off.
-        alibi_slopes: float32 ``[Hq]`` or ``[B, Hq]``.
+        alibi_slopes: float32 ``[Hq]`` or ``[B, Hq]``, finite (looked at on the CPU only).
         deterministic: accepted; the result is always deterministic.
         block_table: int32 or int64 ``[B, width]``, last axis contiguous. Entries past ``ceil(seqused_k / BS)`` may be
             anything.
         return_softmax_lse: return the log-sum-exp too.
-        out: ``[T, Hq, Dv]``, dtype of ``q``, any strides (a last axis that is not contiguous costs a copy).
+        out: ``[T, Hq, Dv]``, dtype of ``q``, any strides (a last axis that is not contiguous costs a copy). It may be
+            ``q`` itself, and shares no memory with anything else.
         scheduler_metadata: accepted and not used; there is no plan step.
         k_descale, v_descale: of a quantised cache, value = q * scale: None, a float, float32 0-d, ``[1]``, ``[Hkv]``,
             ``[B, Hkv]`` or ``[NB, BS, Hkv]``.
-        num_splits: splits of the keys; 0 leaves the choice to the backend.
-        s_aux: ``[Hq]``, any floating dtype: sinks, a logit that joins the denominator only.
+        num_splits: splits of the keys; 0 leaves the choice to the backend, and more than can have work are as good as
+            all of those.
+        s_aux: ``[Hq]``, any floating dtype: sinks, a logit that joins the denominator only. -inf is no sink; +inf and
+            NaN raise on the CPU (elsewhere nobody looks, and the row and its lse are what they make of it).
         q_v, dropout_p, return_attn_probs, q_descale: not implemented; anything but the default raises.
         backend: ``auto``, the name of one backend, or a backend object.
         validate: see :func:`pagetile.reshape_and_cache_flash`.
@@ -127,17 +135,17 @@ def flash_attn_varlen_func(
         seq_lens=seqused_k,
         key_start_loc=cu_seqlens_k,
         block_table=block_table,
-        max_q_len=host_int("max_seqlen_q", max_seqlen_q),
-        max_k_len=host_int("max_seqlen_k", max_seqlen_k),
+        max_q_len=host_bound("max_seqlen_q", max_seqlen_q),
+        max_k_len=host_bound("max_seqlen_k", max_seqlen_k),
         scale=default_scale(q, softmax_scale),
         window=fold_window(window_size, causal),
-        softcap=check_softcap(softcap) if softcap else 0.0,
+        softcap=check_softcap(softcap),
         alibi_slopes=alibi_slopes,
         sinks=None if s_aux is None else float_sinks(s_aux),
         k_scale=k_descale,
         v_scale=v_descale,
         kv_cache_dtype=kv_cache_dtype,
-        num_splits=host_int("num_splits", num_splits),
+        num_splits=host_bound("num_splits", num_splits),
         batch_invariant=batch_invariant,
         workspace=workspace,
         backend=backend,
@@ -148,14 +156,14 @@ def flash_attn_varlen_func(
     return (out, lse) if lse is not None else out
 
 
-def attend(args: AttendArgs, names: Names = VARLEN) -> tuple[Tensor, Tensor | None]:
+def attend(args: AttendArgs) -> tuple[Tensor, Tensor | None]:
     """Run an attention, allocating what is missing: directly where that is all there is to it, else as an op."""
     if is_plain(args.q, args.k, args.v, args.query_start_loc, args.seq_lens, args.block_table):
-        return run_attend(args, names)
-    for name, tensor in args.tensors(names):
+        return run_attend(args)
+    for name, tensor in args.tensors():
         require_tensor(name, tensor)
     if torch.is_grad_enabled():
-        check_no_grad((*args.tensors(names), ("k_descale", args.k_scale), ("v_descale", args.v_scale)))
+        check_no_grad((*args.tensors(), ("k_descale", args.k_scale), ("v_descale", args.v_scale)))
     check_validate(args.validate)
     check_named(args.backend)
     inputs = op_arguments(args)
@@ -172,44 +180,91 @@ def attend(args: AttendArgs, names: Names = VARLEN) -> tuple[Tensor, Tensor | No
     return torch.ops.pagetile.attend(*inputs), None
 
 
-def run_attend(args: AttendArgs, names: Names = VARLEN) -> tuple[Tensor, Tensor | None]:
+def run_attend(args: AttendArgs) -> tuple[Tensor, Tensor | None]:
     """Validate, dispatch and run an attention on plain tensors."""
-    return execute(plan_attend(args, names), args)
+    return execute(plan_attend(args), args)
 
 
-def plan_attend(args: AttendArgs, names: Names = VARLEN) -> Plan[AttendProblem]:
+def plan_attend(args: AttendArgs) -> Plan[AttendProblem]:
     """The validated problem and its backend; kept by everything that does not depend on data."""
     if torch.is_grad_enabled():
-        check_no_grad((*args.tensors(names), ("k_descale", args.k_scale), ("v_descale", args.v_scale)))
+        check_no_grad((*args.tensors(), ("k_descale", args.k_scale), ("v_descale", args.v_scale)))
     q, k, v, loc, lens, table = args.q, args.k, args.v, args.query_start_loc, args.seq_lens, args.block_table
     if args.validate is not False:
         check_validate(args.validate)
-    aligned = not (k.data_ptr() | v.data_ptr()) & 15
-    plan_key = (
-        "attend",
-        (q.shape, q.stride(), q.dtype, q.device),
-        (k.shape, k.stride(), k.dtype, k.device),
-        (v.shape, v.stride(), v.dtype, v.device),
-        (loc.shape, loc.stride(), loc.dtype, loc.device),
-        None if lens is None else (lens.shape, lens.stride(), lens.dtype, lens.device),
-        None if table is None else (table.shape, table.stride(), table.dtype, table.device),
-        *_optional_keys(args),
-        (args.max_q_len, args.max_k_len, args.window, args.softcap > 0, args.kv_cache_dtype, args.num_splits),
-        (args.batch_invariant, args.with_lse, aligned, args.backend),
-    )
+    try:
+        aligned = not (k.data_ptr() | v.data_ptr()) & 15
+        plan_key = (
+            "attend",
+            (q.shape, q.stride(), q.dtype, q.device, q.is_neg()),
+            (k.shape, k.stride(), k.dtype, k.device, k.is_neg()),
+            (v.shape, v.stride(), v.dtype, v.device, v.is_neg()),
+            tensor_key(loc),
+            tensor_key(lens),
+            tensor_key(table),
+            *_optional_keys(args),
+            (args.max_q_len, args.max_k_len, args.window, args.softcap > 0, args.kv_cache_dtype, args.num_splits),
+            (args.batch_invariant, args.with_lse, aligned, args.backend),
+        )
+    except RuntimeError:  # sparse and nested tensors have no strides
+        refuse_odd((*args.tensors(), ("k_descale", args.k_scale), ("v_descale", args.v_scale)))
+        raise
     plan = PLANS.get(plan_key)
     if plan is None:
-        problem = bind_attend(args, aligned, names)
-        plan = PLANS.put(plan_key, Plan(problem, select(problem, args.backend)))
+        problem = bind_attend(args, aligned)
+        plan = PLANS.put(plan_key, Plan(problem, select(problem, args.backend), Apart(_shared(args), _APART)))
+    if args.out is not None:
+        _check_apart(plan, args)
     return plan
+
+
+_APART = ((0, 1, True), (0, 2, False), (0, 3, False), (0, 4, False), (4, 1, False), (4, 2, False), (4, 3, False))
+"""``out`` may be ``q``: a row is read by the work that writes it. Keys and values are read by all of it."""
+
+
+def _shared(args: AttendArgs) -> tuple[Tensor | None, ...]:
+    return args.out, args.q, args.k, args.v, args.lse
+
+
+def _check_apart(plan: Plan[AttendProblem], args: AttendArgs) -> None:
+    tensors, names = _shared(args), args.names
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    plan.apart.check(addresses, tensors, ("out", names.q, names.k, names.v, "lse"))
 
 
 def execute(plan: Plan[AttendProblem], args: AttendArgs) -> tuple[Tensor, Tensor | None]:
     """Run a planned attention; allocates the outputs that are missing."""
     call, out = attend_call(plan, args)
-    if args.validate is True:
-        check_values(plan.backend, call)
+    check_call(plan, call, args)
     return run_attend_call(plan, call, args, out)
+
+
+def admit_attend(args: AttendArgs) -> None:
+    """Everything short of running an attention that can fail, for a graph that writes before it attends."""
+    plan = plan_attend(args)
+    call, _ = attend_call(plan, args)
+    check_call(plan, call, args)
+
+
+def check_call(plan: Plan[AttendProblem], call: AttendCall, args: AttendArgs) -> None:
+    """What the host can know before anything is written, and the values of the device under ``validate=True``.
+
+    Raises:
+        ArgumentError: scratch that is too small; on the CPU, sinks or slopes that are not numbers.
+        BlockTableError, UnsupportedError: under ``validate=True``.
+    """
+    if call.workspace is not None:
+        check_workspace(plan.backend, call)
+    if call.sinks is not None:
+        check_sinks("s_aux", call.sinks)
+    if call.alibi_slopes is not None:
+        check_slopes("alibi_slopes", call.alibi_slopes)
+    if args.validate is True:
+        try:
+            check_values(plan.backend, call)
+        except PagetileError as error:
+            error.rename(args.names.words())
+            raise
 
 
 def attend_call(plan: Plan[AttendProblem], args: AttendArgs) -> tuple[AttendCall, Tensor]:
@@ -254,7 +309,11 @@ def run_attend_call(
     plan: Plan[AttendProblem], call: AttendCall, args: AttendArgs, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Run a prepared attention."""
-    plan.backend.attend(call)
+    try:
+        plan.backend.attend(call)
+    except PagetileError as error:
+        restate(error, call, args)
+        raise
     if call.out is not out:
         out.copy_(call.out)
     if torch.is_grad_enabled():
@@ -263,6 +322,19 @@ def run_attend_call(
         if args.lse is not None:
             bump_version(args.lse)
     return out, call.lse
+
+
+def restate(error: PagetileError, call: AttendCall, args: AttendArgs) -> None:
+    """Have the error of a backend speak of what the caller passed.
+
+    ``flash_attn_with_kvcache`` gives no bounds, and maybe no table: there a bad value is looked up again.
+    """
+    names, table, lens = args.names, call.block_table, call.seq_lens
+    if names.caller != VARLEN.caller and isinstance(error, ArgumentError | BlockTableError) and call.q.is_cpu:
+        assert table is not None
+        assert lens is not None
+        check_lengths_and_table(lens, table, 0, *call.k.shape[:2], names.block_table)
+    error.rename(names.words())
 
 
 def scales_of(problem: AttendProblem, args: AttendArgs) -> tuple[Scale, Scale]:
@@ -309,79 +381,8 @@ def op_arguments(args: AttendArgs) -> tuple[Any, ...]:
         args.batch_invariant,
         args.backend,
         str(args.validate),
+        args.caller,
     )
-
-
-def refuse_training(*, q_v: Any, dropout_p: float, return_attn_probs: bool, q_descale: Any) -> None:
-    """Refuse, by name, the arguments that FlashAttention has and that are not implemented here."""
-    if q_v is not None:
-        raise UnsupportedError("q_v is given, but absorbed MLA queries are not implemented; pass q_v=None")
-    if dropout_p != 0.0:
-        raise UnsupportedError(f"dropout_p is {dropout_p}, but this is inference and nothing is dropped; pass 0.0")
-    if return_attn_probs:
-        raise UnsupportedError("return_attn_probs is True, but probabilities are never stored; pass False")
-    if q_descale is not None:
-        raise UnsupportedError(
-            "q_descale is given, but it belongs to an fp8 q, which is not implemented (q is float32, float16 or "
-            "bfloat16); pass q_descale=None"
-        )
-
-
-def fold_window(window_size: Sequence[int] | None, causal: bool) -> tuple[int, int]:
-    """:func:`~pagetile.contracts.visibility.normalize_window`, with a short way for the usual case of no window."""
-    if window_size is None or window_size == (-1, -1):
-        return (-1, 0) if causal else (-1, -1)
-    return normalize_window(window_size, causal)
-
-
-def default_scale(q: Tensor, softmax_scale: float | None) -> float:
-    """``softmax_scale``, or ``D ** -0.5`` of the true head size."""
-    if softmax_scale is None:
-        return q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-    return softmax_scale if type(softmax_scale) is float else host_float("softmax_scale", softmax_scale)
-
-
-def check_softcap(softcap: float) -> float:
-    """A finite softcap, 0 or more."""
-    value = host_float("softcap", softcap)
-    if value < 0:
-        raise ArgumentError(f"softcap is {value}; it must be above 0, or 0 for none")
-    return value
-
-
-def float_sinks(sinks: Tensor) -> Tensor:
-    """Sinks as float32, from any floating dtype (H values: exact, and without a synchronisation)."""
-    require_tensor("s_aux", sinks)
-    if not sinks.dtype.is_floating_point:
-        raise ArgumentError(f"s_aux is {sinks.dtype}; sinks are logits, pass a floating dtype")
-    return sinks.to(torch.float32).contiguous()
-
-
-def check_keys(k: Any, cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> None:
-    """Paged keys have lengths, ragged keys have offsets, and never both."""
-    require_tensor("k", k)
-    if block_table is not None:
-        if seqused_k is None:
-            raise ArgumentError(
-                "block_table is given without seqused_k; pass seqused_k, int32 [B], the number of keys of each sequence"
-            )
-        if cu_seqlens_k is not None:
-            raise ArgumentError(
-                "block_table and cu_seqlens_k are both given; paged keys have seqused_k, ragged keys cu_seqlens_k"
-            )
-        if k.dim() == 5:
-            raise UnsupportedError(
-                f"k has 5 axes {list(k.shape)}, the x-packed layout [NB, Hkv, D/x, BS, x], which is not implemented; "
-                "pass a cache [NB, BS, Hkv, D]"
-            )
-        return
-    if seqused_k is not None:
-        raise ArgumentError("seqused_k is given without block_table; ragged keys have cu_seqlens_k, paged ones a table")
-    if cu_seqlens_k is None:
-        raise ArgumentError(
-            "neither cu_seqlens_k nor block_table is given; pass cu_seqlens_k, int32 [B + 1], with ragged k and v, "
-            "or block_table and seqused_k with a paged cache"
-        )
 
 
 def _optional_keys(args: AttendArgs) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ The messages speak of the arguments of the public function that was called; :dat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,8 +30,13 @@ from pagetile.ops.write import aligned_strides, bind_kind
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the caller calls the tensors."""
+    """What the caller calls the tensors and bounds.
 
+    Attributes:
+        caller: the public function, by which an operator of a graph finds these names again.
+    """
+
+    caller: str = "flash_attn_varlen_func"
     q: str = "q"
     k: str = "k"
     v: str = "v"
@@ -39,9 +44,42 @@ class Names:
     seq_lens: str = "seqused_k"
     key_start_loc: str = "cu_seqlens_k"
     key_starts: str = "key_starts"
+    block_table: str = "block_table"
+    max_q_len: str = "max_seqlen_q"
+    max_k_len: str = "max_seqlen_k"
 
+    def words(self) -> dict[str, str]:
+        """From what backends call a tensor or bound in their messages to what the caller does."""
+        return {word: getattr(self, word) for word in _BACKEND_WORDS if getattr(self, word) != word}
+
+
+_BACKEND_WORDS = (
+    "query_start_loc",
+    "seq_lens",
+    "key_start_loc",
+    "key_starts",
+    "block_table",
+    "max_q_len",
+    "max_k_len",
+)
 
 VARLEN = Names()
+KVCACHE = Names(
+    "flash_attn_with_kvcache", k="k_cache", v="v_cache", seq_lens="cache_seqlens", key_starts="cache_leftpad"
+)
+KVCACHE_ROWS = replace(KVCACHE, caller="flash_attn_with_kvcache, a row a sequence", block_table="cache_batch_idx")
+NAMES = {names.caller: names for names in (VARLEN, KVCACHE, KVCACHE_ROWS)}
+
+FEWEST_KEYS = 16
+MOST_SPLITS = 1024
+
+
+def useful_splits(asked: int, max_k_len: int) -> int:
+    """``num_splits`` without the splits that could not have work: no tile of a backend has fewer than
+    :data:`FEWEST_KEYS` keys, and no machine has use for more than :data:`MOST_SPLITS` pieces of one sequence."""
+    if asked <= 1 or type(max_k_len) is not int:
+        return asked
+    return max(1, min(asked, -(-max_k_len // FEWEST_KEYS), MOST_SPLITS))
 
 
 @dataclass(slots=True, eq=False)
@@ -78,9 +116,16 @@ class AttendArgs:
     backend: str | Backend = "auto"
     validate: bool | str = False
     with_lse: bool = False
+    caller: str = "flash_attn_varlen_func"
 
-    def tensors(self, names: Names) -> list[tuple[str, Tensor]]:
+    @property
+    def names(self) -> Names:
+        """What the caller calls them."""
+        return NAMES.get(self.caller, VARLEN)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors that are there (scales apart), with the names that the caller knows them by."""
+        names = self.names
         required = [
             (names.q, self.q),
             (names.k, self.k),
@@ -91,7 +136,7 @@ class AttendArgs:
             (names.seq_lens, self.seq_lens),
             (names.key_start_loc, self.key_start_loc),
             (names.key_starts, self.key_starts),
-            ("block_table", self.block_table),
+            (names.block_table, self.block_table),
             ("alibi_slopes", self.alibi_slopes),
             ("s_aux", self.sinks),
             ("workspace", self.workspace),
@@ -101,7 +146,7 @@ class AttendArgs:
         return required + [(name, tensor) for name, tensor in optional if tensor is not None]
 
 
-def bind_attend(args: AttendArgs, aligned: bool, names: Names = VARLEN) -> AttendProblem:
+def bind_attend(args: AttendArgs, aligned: bool) -> AttendProblem:
     """The problem that the tensors of an attention pose, after holding them to each other.
 
     ``aligned``: whether the base addresses of k and v are multiples of 16 bytes.
@@ -109,8 +154,8 @@ def bind_attend(args: AttendArgs, aligned: bool, names: Names = VARLEN) -> Atten
     Raises:
         ShapeError, DTypeError, DeviceError, ArgumentError: see :func:`pagetile.flash_attn_varlen_func`.
     """
-    q, k, v = args.q, args.k, args.v
-    for name, tensor in args.tensors(names):
+    q, k, v, names = args.q, args.k, args.v, args.names
+    for name, tensor in args.tensors():
         require_device(name, require_tensor(name, tensor), names.q, q.device)
     sizes = Sizes()
     sizes.bind(names.q, q, "T Hq D")
@@ -150,14 +195,17 @@ def bind_attend(args: AttendArgs, aligned: bool, names: Names = VARLEN) -> Atten
         for name, scale in (("k_descale", args.k_scale), ("v_descale", args.v_scale))
     ]
     _bind_outputs(args, names, sizes)
+    num_tokens, max_q_len = sizes["T"], args.max_q_len
+    if type(max_q_len) is int and type(num_tokens) is int:
+        max_q_len = min(max_q_len, num_tokens)  # a launch is laid out by it, and may be asked for with any bound
     return AttendProblem(
         device=q.device.type,
         dtype=dtype_name(q.dtype),
         kind=kind,
         layout="paged" if args.block_table is not None else "ragged",
         num_seqs=sizes["B"],
-        num_tokens=sizes["T"],
-        max_q_len=args.max_q_len,
+        num_tokens=num_tokens,
+        max_q_len=max_q_len,
         max_k_len=args.max_k_len,
         num_q_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -170,7 +218,7 @@ def bind_attend(args: AttendArgs, aligned: bool, names: Names = VARLEN) -> Atten
         sinks=args.sinks is not None,
         lse=args.with_lse,
         key_starts=args.key_starts is not None,
-        num_splits=args.num_splits,
+        num_splits=useful_splits(args.num_splits, args.max_k_len),
         batch_invariant=args.batch_invariant,
         scale=finest(covers[0], covers[1]),
         aligned=aligned and aligned_strides(k) and aligned_strides(v),
@@ -187,9 +235,9 @@ def _bind_paged(args: AttendArgs, names: Names, sizes: Sizes) -> None:
         raise ShapeError(f"{names.k}: axis 1 (BS) is 0, but a block holds at least one slot")
     sizes.bind(names.seq_lens, lens, "B")
     _bind_offsets(names.seq_lens, lens)
-    sizes.bind("block_table", table, "B width")
-    require_dtype("block_table", table, INDEX_DTYPES)
-    require_contiguous_last("block_table", table)
+    sizes.bind(names.block_table, table, "B width")
+    require_dtype(names.block_table, table, INDEX_DTYPES)
+    require_contiguous_last(names.block_table, table)
 
 
 def _bind_ragged(args: AttendArgs, names: Names, sizes: Sizes) -> None:

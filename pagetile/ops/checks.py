@@ -12,7 +12,8 @@ from torch import Tensor
 from pagetile.backends.protocol import AttendCall, Backend, WriteCall
 from pagetile.contracts.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from pagetile.contracts.problem import Granularity
-from pagetile.contracts.shapes import require_device, require_dtype
+from pagetile.contracts.shapes import require_device, require_dtype, require_tensor
+from pagetile.contracts.visibility import FARTHEST
 
 QUANTISED = ("fp8_e4m3", "fp8_e5m2", "int8")
 """Kinds of cache whose elements mean something only together with a scale."""
@@ -89,6 +90,60 @@ def check_values(backend: Backend, call: WriteCall | AttendCall) -> None:
     check(call)
 
 
+def refuse_odd(tensors: Iterable[tuple[str, Any]]) -> None:
+    """Say which tensor it is that has no strides or no memory, after torch has refused to give them.
+
+    Raises:
+        DTypeError, ArgumentError: naming it.
+    """
+    for name, tensor in tensors:
+        if tensor is not None:
+            require_tensor(name, tensor)
+
+
+def check_sinks(name: str, sinks: Tensor) -> None:
+    """Hold sinks on the CPU to numbers below +inf (-inf is no sink); elsewhere they are taken as they are.
+
+    Raises:
+        ArgumentError: a sink is +inf or NaN, with which the log-sum-exp would be.
+    """
+    if sinks.is_cpu and sinks.numel() and not float(sinks.max()) < float("inf"):
+        head = int((~(sinks < float("inf"))).nonzero()[0])
+        raise ArgumentError(
+            f"{name}[{head}] is {float(sinks[head])}, the sink of query head {head}; a sink is a finite logit, or -inf "
+            "for none"
+        )
+
+
+def check_slopes(name: str, slopes: Tensor) -> None:
+    """Hold ALiBi slopes on the CPU to finite numbers; elsewhere they are taken as they are.
+
+    Raises:
+        ArgumentError: a slope is not finite, which times a distance of 0 is NaN.
+    """
+    if slopes.is_cpu and slopes.numel() and not float(slopes.abs().max()) < float("inf"):
+        where = (~slopes.isfinite()).nonzero()[0].tolist()
+        raise ArgumentError(f"{name}{where} is {float(slopes[tuple(where)])}; a slope is a finite number")
+
+
+def check_workspace(backend: Backend, call: AttendCall) -> None:
+    """Hold the caller's scratch to what the backend says that it will use.
+
+    Raises:
+        ArgumentError: it is not contiguous, or too small.
+    """
+    buffer = call.workspace
+    assert buffer is not None
+    needs = getattr(backend, "workspace_bytes", None)
+    size = buffer.numel() * buffer.element_size()
+    needed = 0 if needs is None else needs(call)
+    if not buffer.is_contiguous() or size < needed:
+        raise ArgumentError(
+            f"workspace has {size} bytes ({'' if buffer.is_contiguous() else 'not '}contiguous), but this call needs "
+            f"{needed} contiguous bytes; pass a larger one, or None"
+        )
+
+
 def check_named(backend: str | Backend) -> None:
     """Hold ``backend=`` to a name where it becomes part of a graph.
 
@@ -122,6 +177,16 @@ def host_int(name: str, value: Any) -> Any:
     return value
 
 
+def host_bound(name: str, value: Any) -> Any:
+    """A host integer that is an upper bound: past :data:`FARTHEST` it bounds nothing more.
+
+    Raises:
+        ArgumentError: it is not an integer, or it is negative.
+    """
+    value = host_int(name, value)
+    return min(value, FARTHEST) if type(value) is int else value
+
+
 def host_float(name: str, value: Any) -> float:
     """A host number, finite.
 
@@ -132,7 +197,7 @@ def host_float(name: str, value: Any) -> float:
         raise ArgumentError(f"{name} is a tensor; pass a Python float, known on the host")
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ArgumentError(f"{name} is {value!r}; it must be a number") from None
     if number != number or number in (float("inf"), float("-inf")):
         raise ArgumentError(f"{name} is {number}; it must be finite")
@@ -169,7 +234,7 @@ def scale_granularity(
         return "none"
     if not isinstance(scale, Tensor):
         return _float_granularity(name, scale, kind)
-    require_device(name, scale, device_of, device)
+    require_device(name, require_tensor(name, scale), device_of, device)
     require_dtype(name, scale, (torch.float32,))
     shapes: list[tuple[Granularity, tuple[int, ...]]] = [
         ("tensor", ()),
@@ -194,7 +259,7 @@ def scale_granularity(
 def _float_granularity(name: str, scale: Any, kind: str) -> Granularity:
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise DTypeError(f"{name} is a {type(scale).__name__}; pass a float, a float32 tensor or None")
-    if not scale > 0:
+    if not host_float(name, scale) > 0:
         raise ArgumentError(f"{name} is {scale}; a scale must be above 0")
     if kind in QUANTISED:
         return "tensor"

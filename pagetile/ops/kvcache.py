@@ -6,6 +6,7 @@ Source: the function of that name in FlashAttention 2, whose arguments these are
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,28 +18,51 @@ from pagetile.contracts.shapes import (
     require_contiguous_last,
     require_device,
     require_dtype,
+    require_no_overlap,
     require_same_dtype,
     require_tensor,
 )
+from pagetile.contracts.visibility import FARTHEST
 from pagetile.ops.append import append_slots
+from pagetile.ops.arguments import check_softcap, default_scale, float_sinks, fold_window
 from pagetile.ops.attention import (
     attend,
     attend_call,
-    check_softcap,
-    default_scale,
+    check_call,
     execute,
-    float_sinks,
-    fold_window,
+    op_arguments,
     plan_attend,
     run_attend_call,
 )
-from pagetile.ops.bind_attention import AttendArgs, Names
-from pagetile.ops.checks import INDEX_DTYPES, check_no_grad, check_values, host_int, is_plain
+from pagetile.ops.bind_attention import KVCACHE, KVCACHE_ROWS, AttendArgs
+from pagetile.ops.checks import (
+    INDEX_DTYPES,
+    check_named,
+    check_no_grad,
+    check_values,
+    host_bound,
+    host_int,
+    is_plain,
+    refuse_odd,
+    scale_granularity,
+)
 from pagetile.ops.plans import PLANS, tensor_key
 from pagetile.ops.rotary import query_positions, rotate
-from pagetile.ops.write import plan_write, reshape_and_cache_flash, run_write_call, write_call
+from pagetile.ops.write import WriteNames, bind_kind, plan_write, reshape_and_cache_flash, run_write_call, write_call
 
-NAMES = Names(k="k_cache", v="v_cache", seq_lens="cache_seqlens", key_starts="cache_leftpad")
+_TENSORS = (
+    "q",
+    "k_cache",
+    "v_cache",
+    "k",
+    "v",
+    "rotary_cos",
+    "rotary_sin",
+    "cache_batch_idx",
+    "cache_leftpad",
+    "block_table",
+)
+_WRITE = WriteNames("k", "v", "k_cache", "v_cache", "the slots of k", "k_descale", "v_descale")
 
 
 def flash_attn_with_kvcache(
@@ -55,7 +79,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] | None = (-1, -1),
+    window_size: Sequence[int | None] | None = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -103,18 +127,19 @@ def flash_attn_with_kvcache(
         BackendError: the backend cannot take the problem; ``.reasons`` says why. Nothing has been written.
     """
     plain = is_plain(q, k_cache, v_cache, k, v, block_table, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin)
-    shapes = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table)
-    seen = ("kvcache", *map(tensor_key, shapes)) if plain else None
+    tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table)
+    seen = _seen(tensors, k_descale, v_descale, kv_cache_dtype) if plain else None
     if seen is None or PLANS.get(seen) is None:
-        _bind(*shapes)
-    _bind_append_scales(k, k_descale, v_descale)
+        _bind(*tensors, kv_cache_dtype, (k_descale, v_descale))
     if torch.is_grad_enabled():
-        check_no_grad((("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)))
+        check_no_grad((*zip(_TENSORS, tensors, strict=True), ("k_descale", k_descale), ("v_descale", v_descale)))
     batch, num_queries = q.shape[:2]
     num_blocks, block_size = k_cache.shape[:2]
     table = _table(q, block_table, cache_batch_idx)
     window = fold_window(window_size, causal)
-    lens = _lengths(q, cache_seqlens, table.shape[1] * block_size, appending=k is not None)
+    room = min(table.shape[1] * block_size, FARTHEST) if plain else table.shape[1] * block_size
+    lens = _lengths(q, cache_seqlens, room, appending=k is not None)
+    names = KVCACHE if block_table is not None else KVCACHE_ROWS
     slots = None
     if k is not None:
         assert v is not None
@@ -123,7 +148,7 @@ def flash_attn_with_kvcache(
         every_position = window != (-1, -1)
         span = max(num_new, num_queries if every_position else 1)
         placing = append_slots if plain else torch.ops.pagetile.append_slots
-        slots = placing(lens, table, num_new, num_blocks, block_size, cache_leftpad, rows, span)
+        slots = placing(lens, table, num_new, num_blocks, block_size, cache_leftpad, rows, span, names.block_table)
         if rotary_cos is not None:
             assert rotary_sin is not None
             start = lens if cache_leftpad is None else lens - cache_leftpad
@@ -144,28 +169,29 @@ def flash_attn_with_kvcache(
         key_start_loc=None,
         block_table=table,
         max_q_len=num_queries,
-        max_k_len=table.shape[1] * block_size,
+        max_k_len=room,
         scale=default_scale(q, softmax_scale),
         window=window,
-        softcap=check_softcap(softcap) if softcap else 0.0,
+        softcap=check_softcap(softcap),
         key_starts=cache_leftpad,
         alibi_slopes=alibi_slopes,
         sinks=None if s_aux is None else float_sinks(s_aux),
         k_scale=k_descale,
         v_scale=v_descale,
         kv_cache_dtype=kv_cache_dtype,
-        num_splits=host_int("num_splits", num_splits),
+        num_splits=host_bound("num_splits", num_splits),
         batch_invariant=batch_invariant,
         workspace=workspace,
         backend=backend,
         validate=validate,
         with_lse=return_softmax_lse,
+        caller=names.caller,
     )
     out, lse = _append_and_attend(args, k, v, slots, seen)
     out = out.view(batch, num_queries, *out.shape[1:])
     if lse is None:
         return out
-    return out, lse.view(-1, batch, num_queries).transpose(0, 1).contiguous()
+    return out, lse.view(lse.shape[0], batch, num_queries).transpose(0, 1).contiguous()
 
 
 def _append_and_attend(
@@ -181,21 +207,41 @@ def _append_and_attend(
     if seen is None:
         if append is not None:
             scales = (args.kv_cache_dtype, args.k_scale, args.v_scale)
-            reshape_and_cache_flash(*append, *scales, backend=args.backend, validate=args.validate)
-        return attend(args, NAMES)
+            reshape_and_cache_flash(*_admitted(args, append), *scales, backend=args.backend, validate=args.validate)
+        return attend(args)
 
-    plan = plan_attend(args, NAMES)
+    plan = plan_attend(args)
     PLANS.put(seen, plan)
     if append is None:
         return execute(plan, args)
     call, out = attend_call(plan, args)
-    write_plan = plan_write(*append, args.kv_cache_dtype, args.k_scale, args.v_scale, args.backend, args.validate)
-    appending = write_call(write_plan, *append, args.k_scale, args.v_scale)
+    scales = (args.k_scale, args.v_scale)
+    write_plan = plan_write(*append, args.kv_cache_dtype, *scales, args.backend, args.validate, _WRITE)
+    appending = write_call(write_plan, *append, *scales, _WRITE)
+    check_call(plan, call, args)
     if args.validate is True:
         check_values(write_plan.backend, appending)
-        check_values(plan.backend, call)
     run_write_call(write_plan, appending)
     return run_attend_call(plan, call, args, out)
+
+
+def _admitted(args: AttendArgs, append: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors of the write, whose slots come out of a check of the attention where that may yet fail: so that a
+    graph, too, fails before it has written."""
+    if args.workspace is None and args.sinks is None and args.alibi_slopes is None and args.backend == "auto":
+        return append
+    check_named(args.backend)
+    slots = torch.ops.pagetile.admit(append[-1], args.workspace, args.with_lse, *op_arguments(args))
+    return *append[:-1], slots
+
+
+def _seen(tensors: tuple[Any, ...], k_descale: Scale, v_descale: Scale, kv_cache_dtype: str) -> Hashable:
+    """What the binding of a call depends on."""
+    try:
+        return ("kvcache", *map(tensor_key, tensors), tensor_key(k_descale), tensor_key(v_descale), kv_cache_dtype)
+    except RuntimeError:  # sparse and nested tensors have no strides
+        refuse_odd((*zip(_TENSORS, tensors, strict=True), ("k_descale", k_descale), ("v_descale", v_descale)))
+        raise
 
 
 def _starts(batch: int, num_queries: int, device: torch.device) -> Tensor:
@@ -216,6 +262,8 @@ def _bind(
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
+    kv_cache_dtype: str,
+    scales: tuple[Scale, Scale],
 ) -> None:
     """Hold the tensors to each other under the names and with the axes that the caller knows."""
     if (k is None) != (v is None):
@@ -262,6 +310,13 @@ def _bind(
         sizes.bind("cache_leftpad", cache_leftpad, "B")
         require_dtype("cache_leftpad", cache_leftpad, (torch.int32,))
     _bind_rotary(q, k, rotary_cos, rotary_sin, sizes)
+    if k is not None:
+        require_no_overlap("k_cache", k_cache)
+        require_no_overlap("v_cache", v_cache)
+    require_contiguous_last("k_cache", k_cache)
+    require_contiguous_last("v_cache", v_cache)
+    kind = bind_kind("q", q, "q", q, "k_cache", k_cache, "v_cache", v_cache, kv_cache_dtype)
+    _bind_append_scales(k, kind, sizes["Hkv"], q.device, scales)
 
 
 def _bind_rotary(q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, sizes: Sizes) -> None:
@@ -282,7 +337,9 @@ def _bind_rotary(q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | 
         )
 
 
-def _bind_append_scales(k: Tensor | None, *scales: Scale) -> None:
+def _bind_append_scales(
+    k: Tensor | None, kind: str, num_kv_heads: int, device: torch.device, scales: tuple[Scale, Scale]
+) -> None:
     if k is None:
         return
     for name, scale in zip(("k_descale", "v_descale"), scales, strict=True):
@@ -291,6 +348,7 @@ def _bind_append_scales(k: Tensor | None, *scales: Scale) -> None:
                 f"{name} is {list(scale.shape)}, but new keys are stored with one scale for the tensor or for each "
                 "KV head; append with reshape_and_cache_flash first, then call without k and v"
             )
+        scale_granularity(name, scale, kind=kind, num_kv_heads=num_kv_heads, device_of="q", device=device)
 
 
 def _table(q: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None) -> Tensor:
@@ -305,7 +363,7 @@ def _table(q: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None
 def _lengths(q: Tensor, cache_seqlens: int | Tensor | None, capacity: int, appending: bool) -> Tensor:
     """Keys of each sequence before the new ones, int32 ``[B]``."""
     if isinstance(cache_seqlens, Tensor):
-        require_device("cache_seqlens", cache_seqlens, "q", q.device)
+        require_device("cache_seqlens", require_tensor("cache_seqlens", cache_seqlens), "q", q.device)
         require_dtype("cache_seqlens", cache_seqlens, (torch.int32,))
         sizes = Sizes()
         sizes.fix("B", q.shape[0], "q")

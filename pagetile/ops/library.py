@@ -13,11 +13,13 @@ operator          writes to                       returns
 ``attend_out``    ``out``, ``lse``, scratch       nothing
 ``merge_out``     ``output``, ``output_lse``      nothing
 ``append_slots``  nothing                         ``slots``
+``admit``         nothing                         ``slots``
 ================  ==============================  ======================
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +27,10 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from pagetile.ops.append import append_slots
-from pagetile.ops.attention import check_keys, run_attend, with_outputs
-from pagetile.ops.bind_attention import AttendArgs, bind_attend, window_for
+from pagetile.ops.arguments import check_keys, check_softcap
+from pagetile.ops.attention import admit_attend, run_attend, with_outputs
+from pagetile.ops.bind_attention import VARLEN, AttendArgs, bind_attend, window_for
+from pagetile.ops.checks import host_float
 from pagetile.ops.inplace import keep_in_place
 from pagetile.ops.merge import bind_merge, run_merge
 from pagetile.ops.scales import join_scale
@@ -38,7 +42,7 @@ _ATTEND = (
     "SymInt window_right=-1, float softcap=0.0, Tensor? key_starts=None, Tensor? alibi_slopes=None, "
     "Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, float? k_scale_value=None, "
     "float? v_scale_value=None, str kv_cache_dtype='auto', int num_splits=0, bool batch_invariant=False, "
-    "str backend='auto', str validate='False'"
+    "str backend='auto', str validate='False', str caller='flash_attn_varlen_func'"
 )
 
 SCHEMAS = {
@@ -52,8 +56,9 @@ SCHEMAS = {
     "attend_out": f"(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, {_ATTEND}) -> ()",
     "append_slots": (
         "(Tensor seq_lens, Tensor block_table, SymInt num_new, SymInt num_blocks, SymInt block_size, "
-        "Tensor? leftpad=None, SymInt rotary_rows=-1, SymInt rotary_span=0) -> Tensor"
+        "Tensor? leftpad=None, SymInt rotary_rows=-1, SymInt rotary_span=0, str table_name='block_table') -> Tensor"
     ),
+    "admit": f"(Tensor slots, Tensor? workspace, bool with_lse, {_ATTEND}) -> Tensor",
     "merge_out": (
         "(Tensor(a!) output, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse, "
         "Tensor(b!)? output_lse=None, str backend='auto') -> ()"
@@ -137,6 +142,7 @@ def _attend_args(
     batch_invariant: bool = False,
     backend: str = "auto",
     validate: str = "False",
+    caller: str = VARLEN.caller,
 ) -> AttendArgs:
     check_keys(k, key_start_loc, seq_lens, block_table)
     return AttendArgs(
@@ -151,9 +157,9 @@ def _attend_args(
         block_table=block_table,
         max_q_len=max_q_len,
         max_k_len=max_k_len,
-        scale=scale,
+        scale=host_float("scale", scale),
         window=window_for((window_left, window_right)),
-        softcap=softcap,
+        softcap=check_softcap(softcap),
         key_starts=key_starts,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -164,6 +170,7 @@ def _attend_args(
         batch_invariant=batch_invariant,
         backend=backend,
         validate=_VALIDATE.get(validate, validate),
+        caller=caller,
     )
 
 
@@ -202,6 +209,16 @@ def _attend_out_fake(out: Tensor, lse: Tensor | None, workspace: Tensor | None, 
     bind_attend(with_outputs(_attend_args(*args, **kwargs), out, lse, workspace), aligned=True)
 
 
+def _admit(slots: Tensor, workspace: Tensor | None, with_lse: bool, *args: Any, **kwargs: Any) -> Tensor:
+    admit_attend(replace(_attend_args(*args, **kwargs), workspace=workspace, with_lse=with_lse))
+    return slots.clone()
+
+
+def _admit_fake(slots: Tensor, workspace: Tensor | None, with_lse: bool, *args: Any, **kwargs: Any) -> Tensor:
+    bind_attend(replace(_attend_args(*args, **kwargs), workspace=workspace, with_lse=with_lse), aligned=True)
+    return torch.empty_like(slots)
+
+
 def _merge_out(
     output: Tensor,
     prefix_output: Tensor,
@@ -236,8 +253,9 @@ def _append_slots_fake(
     leftpad: Tensor | None = None,
     rotary_rows: int = -1,
     rotary_span: int = 0,
+    table_name: str = "block_table",
 ) -> Tensor:
-    del block_table, num_blocks, block_size, leftpad, rotary_rows, rotary_span
+    del block_table, num_blocks, block_size, leftpad, rotary_rows, rotary_span, table_name
     return seq_lens.new_empty((seq_lens.shape[0] * num_new,), dtype=torch.int64)
 
 
@@ -253,6 +271,7 @@ def _register() -> None:
         "attend_out": (_attend_out, _attend_out_fake),
         "merge_out": (_merge_out, _merge_out_fake),
         "append_slots": (append_slots, _append_slots_fake),
+        "admit": (_admit, _admit_fake),
     }
     for name, schema in SCHEMAS.items():
         kernel, fake = kernels[name]

@@ -19,8 +19,17 @@ from pagetile.contracts.shapes import (
     require_same_dtype,
     require_tensor,
 )
-from pagetile.ops.checks import QUERY_DTYPES, bump_version, check_named, check_no_grad, check_validate, is_plain
+from pagetile.ops.checks import (
+    QUERY_DTYPES,
+    bump_version,
+    check_named,
+    check_no_grad,
+    check_validate,
+    is_plain,
+    refuse_odd,
+)
 from pagetile.ops.dispatch import select
+from pagetile.ops.overlap import Apart
 from pagetile.ops.plans import PLANS, Plan, tensor_key
 
 
@@ -38,10 +47,10 @@ def merge_attn_states(
     """Add two states, in place of ``output`` and ``output_lse``.
 
     Args:
-        output: ``[T, H, D]``, any strides; may be one of the two inputs.
+        output: ``[T, H, D]``, any strides; may be one of the two inputs, and shares no other memory with them.
         prefix_output, suffix_output: ``[T, H, D]`` float32, float16 or bfloat16, all three of one dtype.
         prefix_lse, suffix_lse: float32 ``[H, T]``, any strides, natural logarithm. -inf (and +inf) is an empty state.
-        output_lse: float32 ``[H, T]``, any strides, or None.
+        output_lse: float32 ``[H, T]``, any strides, or None; may be one of the two inputs likewise.
         backend: ``auto``, the name of one backend, or a backend object.
         validate: there are no values to check; its own value is.
 
@@ -81,11 +90,17 @@ def run_merge(
         check_no_grad(_named(*tensors))
     if validate is not False:
         check_validate(validate)
-    plan_key = ("merge", *[tensor_key(tensor) for tensor in tensors], backend)
+    try:
+        plan_key = ("merge", *[tensor_key(tensor) for tensor in tensors], backend)
+    except RuntimeError:  # sparse and nested tensors have no strides
+        refuse_odd(_named(*tensors))
+        raise
     plan: Plan[MergeProblem] | None = PLANS.get(plan_key)
     if plan is None:
         problem = bind_merge(*tensors)
-        plan = PLANS.put(plan_key, Plan(problem, select(problem, backend)))
+        plan = PLANS.put(plan_key, Plan(problem, select(problem, backend), Apart(tensors, _APART)))
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    plan.apart.check(addresses, tensors, _NAMES)
     plan.backend.merge(
         MergeCall(plan.problem, output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
     )
@@ -135,11 +150,13 @@ def _named(
     suffix_lse: Tensor,
     output_lse: Tensor | None,
 ) -> list[tuple[str, Tensor]]:
-    pairs = [
-        ("output", output),
-        ("prefix_output", prefix_output),
-        ("prefix_lse", prefix_lse),
-        ("suffix_output", suffix_output),
-        ("suffix_lse", suffix_lse),
-    ]
-    return pairs if output_lse is None else [*pairs, ("output_lse", output_lse)]
+    tensors = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+    return [(name, tensor) for name, tensor in zip(_NAMES, tensors, strict=True) if tensor is not None]
+
+
+_NAMES = ("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse")
+_APART = (
+    *((0, 1, True), (0, 3, True), (5, 2, True), (5, 4, True)),
+    *((0, 2, False), (0, 4, False), (5, 1, False), (5, 3, False), (0, 5, False)),
+)
+"""In place is right: an element of each result depends on the same element of each input alone."""

@@ -8,23 +8,25 @@ and cleared.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from pagetile.backends.protocol import Backend
 from pagetile.contracts.problem import Problem
+from pagetile.ops.overlap import Apart
 
 Question = TypeVar("Question", bound=Problem)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[Question]):
-    """A validated problem and the backend that takes it."""
+    """A validated problem and the backend that takes it; ``apart``: which tensors must not share memory."""
 
     problem: Question
     backend: Backend
+    apart: Apart = field(default_factory=lambda: Apart((), ()))
 
     def __str__(self) -> str:
         return f"{self.backend.name}: {self.problem}"
@@ -67,5 +69,5 @@ def tensor_key(tensor: Any) -> Hashable:
     if tensor is None:
         return None
     if isinstance(tensor, Tensor):
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()
     return type(tensor), tensor if isinstance(tensor, int | float) else None

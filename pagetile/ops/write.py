@@ -5,6 +5,8 @@ Source: the op of that name in vLLM (``csrc/cache_kernels.cu``), whose arguments
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -32,12 +34,34 @@ from pagetile.ops.checks import (
     check_values,
     finest,
     is_plain,
+    refuse_odd,
     scale_granularity,
     unit_scale,
 )
 from pagetile.ops.dispatch import select
+from pagetile.ops.overlap import Apart
 from pagetile.ops.plans import PLANS, Plan, tensor_key
 from pagetile.ops.scales import split_scale
+
+
+@dataclass(frozen=True, slots=True)
+class WriteNames:
+    """What the caller calls the tensors."""
+
+    key: str = "key"
+    value: str = "value"
+    key_cache: str = "key_cache"
+    value_cache: str = "value_cache"
+    slot_mapping: str = "slot_mapping"
+    k_scale: str = "k_scale"
+    v_scale: str = "v_scale"
+
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the five tensors."""
+        return self.key, self.value, self.key_cache, self.value_cache, self.slot_mapping
+
+
+WRITE = WriteNames()
 
 
 def reshape_and_cache_flash(
@@ -61,7 +85,8 @@ def reshape_and_cache_flash(
         value: ``[T, Hkv, Dv]``, dtype of ``key``, strides of its own.
         key_cache: ``[NB, BS, Hkv, D]``, any strides with a contiguous last axis (NHD and HND are strides), dtype of
             ``key``, or quantised.
-        value_cache: ``[NB, BS, Hkv, Dv]``, dtype of ``key_cache``, strides of its own.
+        value_cache: ``[NB, BS, Hkv, Dv]``, dtype of ``key_cache``, strides of its own. Both caches may be views of one
+            buffer, but no element is in both, or in a source.
         slot_mapping: int32 or int64 ``[T']`` with ``T' <= T``: row t goes to slot ``block * BS + offset``. Any negative
             slot skips its row, rows past T' are not read. With equal slots it is undefined which row stays.
         kv_cache_dtype: what the cache holds: ``auto`` (by its dtype), ``fp8`` (= ``fp8_e4m3``), ``fp8_e4m3``,
@@ -130,6 +155,7 @@ def write_call(
     slot_mapping: Tensor,
     k_scale: Scale,
     v_scale: Scale,
+    names: WriteNames = WRITE,
 ) -> WriteCall:
     """What the backend will be asked.
 
@@ -139,9 +165,9 @@ def write_call(
     problem = plan.problem
     if problem.kind not in QUANTISED:
         if k_scale is not None:
-            unit_scale("k_scale", k_scale, problem.kind)
+            unit_scale(names.k_scale, k_scale, problem.kind)
         if v_scale is not None:
-            unit_scale("v_scale", v_scale, problem.kind)
+            unit_scale(names.v_scale, v_scale, problem.kind)
         k_scale = v_scale = None
     return WriteCall(problem, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
@@ -165,31 +191,41 @@ def plan_write(
     v_scale: Scale,
     backend: str | Backend,
     validate: bool | str,
+    names: WriteNames = WRITE,
 ) -> Plan[WriteProblem]:
     """The validated problem and its backend; kept by everything that does not depend on data."""
     if validate is not False:
         check_validate(validate)
-    aligned = not (key.data_ptr() | value.data_ptr() | key_cache.data_ptr() | value_cache.data_ptr()) & 15
-    plan_key = (
-        "write",
-        (key.shape, key.stride(), key.dtype, key.device),
-        (value.shape, value.stride(), value.dtype, value.device),
-        (key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device),
-        (value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device),
-        (slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device),
-        kv_cache_dtype,
-        None if k_scale is None else tensor_key(k_scale),
-        None if v_scale is None else tensor_key(v_scale),
-        aligned,
-        backend,
-    )
+    tensors = (key, value, key_cache, value_cache, slot_mapping)
+    try:
+        addresses = (key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr())
+        aligned = not (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15
+        plan_key = (
+            "write",
+            (key.shape, key.stride(), key.dtype, key.device, key.is_neg()),
+            (value.shape, value.stride(), value.dtype, value.device, value.is_neg()),
+            (key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device, key_cache.is_neg()),
+            (value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device, value_cache.is_neg()),
+            tensor_key(slot_mapping),
+            kv_cache_dtype,
+            None if k_scale is None else tensor_key(k_scale),
+            None if v_scale is None else tensor_key(v_scale),
+            aligned,
+            backend,
+        )
+    except RuntimeError:  # sparse and nested tensors have no strides
+        refuse_odd((*named(*tensors, names), (names.k_scale, k_scale), (names.v_scale, v_scale)))
+        raise
     plan = PLANS.get(plan_key)
     if plan is None:
-        problem = bind_write(
-            key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, aligned
-        )
-        plan = PLANS.put(plan_key, Plan(problem, select(problem, backend)))
+        problem = bind_write(*tensors, kv_cache_dtype, k_scale, v_scale, aligned, names)
+        plan = PLANS.put(plan_key, Plan(problem, select(problem, backend), Apart(tensors[:4], _APART)))
+    plan.apart.check(addresses, tensors, names.tensors())
     return plan
+
+
+_APART = ((0, 2, False), (0, 3, False), (1, 2, False), (1, 3, False), (2, 3, False))
+"""Neither cache is the other, or a source."""
 
 
 def bind_write(
@@ -202,37 +238,39 @@ def bind_write(
     k_scale: Scale,
     v_scale: Scale,
     aligned: bool,
+    names: WriteNames = WRITE,
 ) -> WriteProblem:
     """Hold the tensors of a write to each other, and say what is asked. Reads no values.
 
     ``aligned``: whether the four base addresses are multiples of 16 bytes.
     """
-    tensors = named(key, value, key_cache, value_cache, slot_mapping)
+    tensors = named(key, value, key_cache, value_cache, slot_mapping, names)
     for name, tensor in tensors:
         require_tensor(name, tensor)
-        require_device(name, tensor, "key", key.device)
+        require_device(name, tensor, names.key, key.device)
     sizes = Sizes()
-    sizes.bind("key", key, "T Hkv D")
-    sizes.bind("value", value, "T Hkv Dv")
-    sizes.bind("key_cache", key_cache, "NB BS Hkv D")
-    sizes.bind("value_cache", value_cache, "NB BS Hkv Dv")
-    sizes.bind("slot_mapping", slot_mapping, "slots")
+    for (name, tensor), axes in zip(
+        tensors, ("T Hkv D", "T Hkv Dv", "NB BS Hkv D", "NB BS Hkv Dv", "slots"), strict=True
+    ):
+        sizes.bind(name, tensor, axes)
     if sizes["slots"] > sizes["T"]:
         raise ShapeError(
-            f"slot_mapping: axis 0 is {sizes['slots']}, but key has only T = {sizes['T']} rows; "
-            "pass at most one slot for each row of key"
+            f"{names.slot_mapping}: axis 0 is {sizes['slots']}, but {names.key} has only T = {sizes['T']} rows; "
+            f"pass at most one slot for each row of {names.key}"
         )
     if sizes["BS"] < 1:
-        raise ShapeError("key_cache: axis 1 (BS) is 0, but a block holds at least one slot")
-    require_dtype("slot_mapping", slot_mapping, INDEX_DTYPES)
+        raise ShapeError(f"{names.key_cache}: axis 1 (BS) is 0, but a block holds at least one slot")
+    require_dtype(names.slot_mapping, slot_mapping, INDEX_DTYPES)
     for name, tensor in tensors[:4]:
         require_contiguous_last(name, tensor)
-    require_no_overlap("key_cache", key_cache)
-    require_no_overlap("value_cache", value_cache)
-    kind = bind_kind("key", key, "value", value, "key_cache", key_cache, "value_cache", value_cache, kv_cache_dtype)
+    require_no_overlap(names.key_cache, key_cache)
+    require_no_overlap(names.value_cache, value_cache)
+    kind = bind_kind(
+        names.key, key, names.value, value, names.key_cache, key_cache, names.value_cache, value_cache, kv_cache_dtype
+    )
     covers: list[Granularity] = [
-        scale_granularity(name, scale, kind=kind, num_kv_heads=sizes["Hkv"], device_of="key", device=key.device)
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+        scale_granularity(name, scale, kind=kind, num_kv_heads=sizes["Hkv"], device_of=names.key, device=key.device)
+        for name, scale in ((names.k_scale, k_scale), (names.v_scale, v_scale))
     ]
     four = (key, value, key_cache, value_cache)
     return WriteProblem(
@@ -285,13 +323,12 @@ def aligned_strides(tensor: Tensor) -> bool:
 
 
 def named(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    names: WriteNames = WRITE,
 ) -> tuple[tuple[str, Tensor], ...]:
     """The tensors of a write with their names."""
-    return (
-        ("key", key),
-        ("value", value),
-        ("key_cache", key_cache),
-        ("value_cache", value_cache),
-        ("slot_mapping", slot_mapping),
-    )
+    return tuple(zip(names.tensors(), (key, value, key_cache, value_cache, slot_mapping), strict=True))
