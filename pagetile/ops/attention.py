@@ -333,7 +333,7 @@ def restate(error: PagetileError, call: AttendCall, args: AttendArgs) -> None:
     if names.caller != VARLEN.caller and isinstance(error, ArgumentError | BlockTableError) and call.q.is_cpu:
         assert table is not None
         assert lens is not None
-        check_lengths_and_table(lens, table, 0, *call.k.shape[:2], names.block_table)
+        check_lengths_and_table(lens, table, 0, call.k.shape[0], call.k.shape[1], names.block_table)
     error.rename(names.words())
 
 

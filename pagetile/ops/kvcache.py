@@ -225,14 +225,17 @@ def _append_and_attend(
     return run_attend_call(plan, call, args, out)
 
 
-def _admitted(args: AttendArgs, append: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+_Append = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _admitted(args: AttendArgs, append: _Append) -> _Append:
     """The tensors of the write, whose slots come out of a check of the attention where that may yet fail: so that a
     graph, too, fails before it has written."""
     if args.workspace is None and args.sinks is None and args.alibi_slopes is None and args.backend == "auto":
         return append
     check_named(args.backend)
     slots = torch.ops.pagetile.admit(append[-1], args.workspace, args.with_lse, *op_arguments(args))
-    return *append[:-1], slots
+    return *append[:4], slots
 
 
 def _seen(tensors: tuple[Any, ...], k_descale: Scale, v_descale: Scale, kv_cache_dtype: str) -> Hashable:

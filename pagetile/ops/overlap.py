@@ -84,7 +84,7 @@ class Apart:
 def shares_memory(a: Tensor, b: Tensor) -> bool:
     """Whether any byte belongs to both, by their addresses; on any device, nothing is read."""
     try:
-        return np.shares_memory(_array(a), _array(b), max_work=_MAX_WORK)
+        return np.shares_memory(_array(a), _array(b), max_work=_MAX_WORK)  # pyright: ignore[reportArgumentType] (the stub knows the two special values only)
     except np.exceptions.TooHardError:
         return False
 
