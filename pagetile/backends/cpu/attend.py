@@ -118,6 +118,8 @@ def _put_tensors(block, call: AttendCall) -> None:
     block[P.A_NUM_SEQS] = call.query_start_loc.shape[0] - 1
     if paged:
         table = call.block_table
+        assert table is not None
+        assert call.seq_lens is not None
         block[P.A_SEQ_LENS] = _int32("seq_lens", call.seq_lens)
         block[P.A_KEY_LOC] = 0
         block[P.A_TABLE] = table.data_ptr()
@@ -127,6 +129,7 @@ def _put_tensors(block, call: AttendCall) -> None:
         block[P.A_BLOCK_SIZE] = k.shape[1]
         block[P.A_NUM_BLOCKS] = min(k.shape[0], v.shape[0])
     else:
+        assert call.key_start_loc is not None
         block[P.A_KEY_LOC] = _int32("key_start_loc", call.key_start_loc)
         block[P.A_BLOCK_SIZE] = 0
         block[P.A_NUM_BLOCKS] = min(k.shape[0], v.shape[0])

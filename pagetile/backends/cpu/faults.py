@@ -44,6 +44,8 @@ def attend_fault(call: AttendCall, code: int, row: int, column: int, value: int)
 
 def _table_fault(call: AttendCall, code: int, row: int, column: int, value: int) -> PagetileError:
     num_blocks, block_size = call.k.shape[:2]
+    assert call.block_table is not None
+    assert call.seq_lens is not None
     if code == P.SEQ_PAST_TABLE:
         width = call.block_table.shape[1]
         return BlockTableError(

@@ -58,7 +58,8 @@ def launch(kernel: Kernel, block: int, threads: int) -> None:
 
     A kernel takes its work from tickets in the block, so it is right for any number of threads that really come.
     """
-    if threads <= 1:
+    parallel = openmp() if threads > 1 else None
+    if parallel is None:
         kernel(block)
     else:
-        openmp()(kernel.address, block, threads, 0)
+        parallel(kernel.address, block, threads, 0)

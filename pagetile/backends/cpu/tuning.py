@@ -8,6 +8,7 @@ of the chunk, so a row comes out the same alone or in a batch, as a decode or in
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from pagetile.contracts.problem import AttendProblem, WriteProblem
 
@@ -53,10 +54,10 @@ MERGE_CHUNK = 16 << 10
 """Elements a ticket of a merge: about 10 microseconds of work, so that one ticket is never worth a second thread."""
 
 
-def _print(plan) -> str:
-    lines = [f"{type(plan).__name__}"]
-    lines += [f"  {f.name} = {getattr(plan, f.name)}" for f in fields(plan) if f.name != "why"]
-    lines += [f"  {name}: {reason}" for name, reason in plan.why]
+def _print(self: Any) -> str:
+    lines = [f"{type(self).__name__}"]
+    lines += [f"  {f.name} = {getattr(self, f.name)}" for f in fields(self) if f.name != "why"]
+    lines += [f"  {name}: {reason}" for name, reason in self.why]
     return "\n".join(lines)
 
 
