@@ -46,7 +46,7 @@ def default_scale(q: Tensor, softmax_scale: float | None) -> float:
 
 def check_softcap(softcap: float | None) -> float:
     """A finite softcap, 0 or more; None is 0."""
-    if softcap is None:
+    if softcap is None or (type(softcap) is float and softcap == 0.0):
         return 0.0
     value = host_float("softcap", softcap)
     if value < 0:

@@ -199,9 +199,9 @@ def plan_attend(args: AttendArgs) -> Plan[AttendProblem]:
             (q.shape, q.stride(), q.dtype, q.device, q.is_neg()),
             (k.shape, k.stride(), k.dtype, k.device, k.is_neg()),
             (v.shape, v.stride(), v.dtype, v.device, v.is_neg()),
-            tensor_key(loc),
-            tensor_key(lens),
-            tensor_key(table),
+            (loc.shape, loc.stride(), loc.dtype, loc.device, loc.is_neg()),
+            None if lens is None else (lens.shape, lens.stride(), lens.dtype, lens.device, lens.is_neg()),
+            None if table is None else (table.shape, table.stride(), table.dtype, table.device, table.is_neg()),
             *_optional_keys(args),
             (args.max_q_len, args.max_k_len, args.window, args.softcap > 0, args.kv_cache_dtype, args.num_splits),
             (args.batch_invariant, args.with_lse, aligned, args.backend),
@@ -228,7 +228,7 @@ def _shared(args: AttendArgs) -> tuple[Tensor | None, ...]:
 
 def _check_apart(plan: Plan[AttendProblem], args: AttendArgs) -> None:
     tensors, names = _shared(args), args.names
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    addresses = tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
     plan.apart.check(addresses, tensors, ("out", names.q, names.k, names.v, "lse"))
 
 

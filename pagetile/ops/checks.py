@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -183,6 +184,8 @@ def host_bound(name: str, value: Any) -> Any:
     Raises:
         ArgumentError: it is not an integer, or it is negative.
     """
+    if type(value) is int and 0 <= value <= FARTHEST:
+        return value
     value = host_int(name, value)
     return min(value, FARTHEST) if type(value) is int else value
 
@@ -193,6 +196,8 @@ def host_float(name: str, value: Any) -> float:
     Raises:
         ArgumentError: a tensor, not a number, or not finite.
     """
+    if type(value) is float and -math.inf < value < math.inf:
+        return value
     if isinstance(value, Tensor):
         raise ArgumentError(f"{name} is a tensor; pass a Python float, known on the host")
     try:

@@ -99,7 +99,7 @@ def run_merge(
     if plan is None:
         problem = bind_merge(*tensors)
         plan = PLANS.put(plan_key, Plan(problem, select(problem, backend), Apart(tensors, _APART)))
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    addresses = tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
     plan.apart.check(addresses, tensors, _NAMES)
     plan.backend.merge(
         MergeCall(plan.problem, output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse)

@@ -1,8 +1,8 @@
 """Do two tensors of a call share memory in a way that gives silently wrong results?
 
-Host facts only: addresses, shapes and strides. Ranges of addresses are compared at every call, which costs a few
-comparisons. Where two ranges meet, as they do for K and V caches that are views of one buffer, it is worked out once
-whether any element is in both, and remembered in the plan under the distance between the two.
+Host facts only: addresses, shapes and strides. Addresses that a plan has not seen are compared range by range. Where
+two ranges meet, as they do for K and V caches that are views of one buffer, it is worked out once whether any element
+is in both, and remembered in the plan under the distance between the two.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ class Apart:
         pairs: which of them must be apart.
     """
 
-    __slots__ = ("_known", "_pairs", "_spans")
+    __slots__ = ("_known", "_pairs", "_seen", "_spans")
 
     def __init__(self, tensors: Sequence[Tensor | None], pairs: Sequence[Pair]) -> None:
         self._spans = [0 if tensor is None else span(tensor) for tensor in tensors]
         self._pairs = [pair for pair in pairs if self._spans[pair[0]] and self._spans[pair[1]]]
         self._known: set[tuple[int, int, int]] = set()
+        self._seen: set[tuple[int, ...]] = set()
 
-    def check(self, addresses: Sequence[int], tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
+    def check(self, addresses: tuple[int, ...], tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
         """Hold this call's tensors to memory of their own.
 
         Args:
@@ -56,6 +57,8 @@ class Apart:
         Raises:
             ArgumentError: two of them share an element, and are not the same view of it where that is allowed.
         """
+        if addresses in self._seen:
+            return
         spans = self._spans
         for i, j, may_be_same in self._pairs:
             here, there = addresses[i], addresses[j]
@@ -63,6 +66,9 @@ class Apart:
                 known = (i, j, here - there)
                 if known not in self._known:
                     self._work_out(known, tensors, names, may_be_same)
+        if len(self._seen) >= _MAX_KNOWN:
+            self._seen.clear()
+        self._seen.add(addresses)
 
     def _work_out(
         self, known: tuple[int, int, int], tensors: Sequence[Tensor | None], names: Sequence[str], may_be_same: bool
