@@ -1,11 +1,12 @@
 """The main job beside Transformers: 32 requests with SmolLM2-135M-Instruct in float32, on the same threads.
 
-    python -m benchmarks.cpu.generate [--rounds 3] [--requests 32] [--new-tokens 64] [--profile]
+    python -m benchmarks.cpu.generate [--rounds 3] [--peer-batch-tokens 512] [--profile] ...
 
 Prompts of 16 to 512 tokens are cut from the texts that ``help()`` ships with Python, other ones in every round (so that
 no prefix cache helps anybody), with 64 new tokens each. The peer is ``model.generate_batch``, Transformers' continuous
-batching, with its default attention and its defaults; its manager is made once and kept, and its first round is not
-counted.
+batching, with its default attention. It gets room for as many tokens as pagetile has (left alone it takes 60 % of the
+memory) and, unless ``--peer-batch-tokens`` says otherwise, as many tokens a step (left alone it takes 8192, which is
+slower here: its mask is as wide as the batch). Its manager is made once and kept, and its first round is not counted.
 
 First a gate: all greedy tokens of one round must be equal (or differ first where the model itself is undecided between
 two tokens to within ``TIE``). Then rounds, each system in turn in one process; printed are the ratios and their spread.
@@ -31,6 +32,9 @@ import torch
 from pagetile.engine import LLM, SamplingParams
 from pagetile.engine.loader import load
 
+BLOCKS, BLOCK_SIZE, BATCH_TOKENS = 2048, 16, 512
+"""Room for 32,768 tokens, of which a step computes 512."""
+
 TIE = 1e-3
 """Two largest logits closer than this may swap places when sums are rounded in another order."""
 
@@ -41,7 +45,8 @@ def main() -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     loaded = load(None)
-    ours, peer = Ours(loaded, options.new_tokens), Peer(loaded.model, options.new_tokens)
+    ours = Ours(loaded, options.new_tokens)
+    peer = Peer(loaded.model, options.new_tokens, options.peer_batch_tokens)
     text = loaded.tokenizer(" ".join(topics[name] for name in sorted(topics)))["input_ids"]
     prompts = cut(text, options.requests, seed=0)
     print(
@@ -78,6 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--peer-batch-tokens", type=int, default=BATCH_TOKENS, help="0 is its own default")
     parser.add_argument("--profile", action="store_true", help="profile one round of pagetile and stop")
     return parser.parse_args()
 
@@ -94,7 +100,14 @@ class Ours:
     """pagetile."""
 
     def __init__(self, loaded: Any, new_tokens: int) -> None:
-        self.llm = LLM(loaded.model, tokenizer=loaded.tokenizer, max_length=1024, num_blocks=2048)
+        self.llm = LLM(
+            loaded.model,
+            tokenizer=loaded.tokenizer,
+            max_length=1024,
+            num_blocks=BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_batch_tokens=BATCH_TOKENS,
+        )
         self.params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
 
     def run(self, prompts: list[list[int]]) -> list[list[int]]:
@@ -110,16 +123,25 @@ class Ours:
 class Peer:
     """Transformers' continuous batching, as its users call it."""
 
-    def __init__(self, model: Any, new_tokens: int) -> None:
-        from transformers import GenerationConfig
+    def __init__(self, model: Any, new_tokens: int, batch_tokens: int) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         self.model = model
+        page = ContinuousBatchingConfig().page_size
+        self.batching = ContinuousBatchingConfig(
+            num_blocks=BLOCKS * BLOCK_SIZE // page, max_batch_tokens=batch_tokens or None
+        )
         # -1 is how it is told to go on after the end token.
         self.config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def run(self, prompts: list[list[int]]) -> list[list[int]]:
         """Greedy tokens."""
-        out = self.model.generate_batch(prompts, generation_config=self.config, persistent_manager=True)
+        out = self.model.generate_batch(
+            prompts,
+            generation_config=self.config,
+            continuous_batching_config=self.batching,
+            persistent_manager=True,
+        )
         errors = [entry.error for entry in out.values() if entry.error]
         if errors or len(out) != len(prompts):
             raise RuntimeError(f"generate_batch answered {len(out)} of {len(prompts)} requests; {errors[:1]}")
