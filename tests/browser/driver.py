@@ -169,22 +169,6 @@ class Browser:
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))
 
-    def cpu_seconds(self) -> float:
-        """Processor time that the browser and all its processes have taken."""
-        children: dict[int, list[tuple[int, int]]] = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:  # it ended meanwhile
-                continue
-            children.setdefault(int(fields[1]), []).append((int(stat.parent.name), int(fields[11]) + int(fields[12])))
-        total, todo = 0, [self.process.pid]
-        while todo:
-            for pid, ticks in children.get(todo.pop(), []):
-                total += ticks
-                todo.append(pid)
-        return total / os.sysconf("SC_CLK_TCK")
-
     def close(self) -> None:
         """End the browser and remove its folder."""
         self.process.terminate()
