@@ -5,13 +5,17 @@ The kernels are :mod:`pagetile.backends.cpu.kernels.prepare`, ``attend``, ``scor
 
 from __future__ import annotations
 
+import functools
 import math
+from array import array
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pagetile.backends.cpu import params as P
-from pagetile.backends.cpu.faults import attend_fault
+from pagetile.backends.cpu.faults import attend_fault, wide_index
+from pagetile.backends.cpu.kernels.address import ADDRESS_BYTES
 from pagetile.backends.cpu.kernels.attend import ATTEND
 from pagetile.backends.cpu.kernels.prepare import BUCKETS, PREPARE
 from pagetile.backends.cpu.kernels.score import SCORE, SCORE_BYTES
@@ -23,13 +27,15 @@ from pagetile.backends.cpu.scratch import MEMORY
 from pagetile.backends.cpu.tuning import CHUNK, ROW_LIMIT, SCORE_PAD, AttendPlan, plan_attend
 from pagetile.backends.protocol import AttendCall
 from pagetile.contracts.errors import ArgumentError, DTypeError
+from pagetile.contracts.problem import AttendProblem
 
 _FAR = 1 << 40  # a window wider than any sequence
+_NEEDED = "paged keys (k of 4 axes) need block_table and seq_lens, ragged ones (3 axes) need key_start_loc"
 
 
 def plan_for(call: AttendCall) -> AttendPlan:
     """The plan that :func:`attend` follows."""
-    return plan_attend(call.problem, available_threads(), _heads_adjacent(call.k))
+    return _layout(call.problem, available_threads(), _near_heads(call.k)).plan
 
 
 def attend(call: AttendCall) -> None:
@@ -43,13 +49,13 @@ def attend(call: AttendCall) -> None:
     if not call.q.shape[1]:
         return
     threads = available_threads()
-    plan = plan_attend(call.problem, threads, _heads_adjacent(call.k))
+    layout = _layout(call.problem, threads, _near_heads(call.k))
     memory = MEMORY
     block = memory.integers
     block[P.ERROR] = 0
     _put_tensors(block, call)
     _put_numbers(block, memory.floats, call)
-    scratch = _put_scratch(block, call, plan, threads)
+    scratch = _put_scratch(block, call, layout, threads)
     PREPARE(memory.address)
     if block[P.ERROR]:
         raise attend_fault(call, *(block[slot] for slot in (P.ERROR, P.ERROR_ROW, P.ERROR_COLUMN, P.ERROR_VALUE)))
@@ -69,20 +75,27 @@ def attend(call: AttendCall) -> None:
 
 def scratch_bytes(call: AttendCall) -> int:
     """Bytes of ``workspace`` that a call needs, by shapes and bounds alone."""
-    threads = available_threads()
-    plan = plan_attend(call.problem, threads, _heads_adjacent(call.k))
-    return _scratch_parts(call.problem, plan, threads)[0]
+    return _layout(call.problem, available_threads(), _near_heads(call.k)).total
 
 
-def _heads_adjacent(k: Tensor) -> bool:
-    """The heads of a token are closer together than the tokens of a head (NHD, or ragged keys)."""
-    return k.stride(-2) <= k.stride(-3)
+def _near_heads(k: Tensor) -> int:
+    """KV heads that lie side by side in memory: all of a token's (NHD, ragged keys), or 1 where a head's tokens do."""
+    return k.shape[-2] if k.stride(-2) <= k.stride(-3) else 1
 
 
-def _int32(name: str, tensor: Tensor) -> int:
+def _int32(name: str, tensor: Tensor | None) -> int:
     """Address of a contiguous int32 vector."""
+    if tensor is None:
+        raise ArgumentError(f"{name} is missing; {_NEEDED}")
     if tensor.dtype is not torch.int32 or not tensor.is_contiguous():
         raise DTypeError(f"{name} is {tensor.dtype}, strides {tensor.stride()}; it must be contiguous int32")
+    return tensor.data_ptr()
+
+
+def _float32(name: str, tensor: Tensor) -> int:
+    """Address of a float32 tensor."""
+    if tensor.dtype is not torch.float32:
+        raise DTypeError(f"{name} is {tensor.dtype}; it must be float32")
     return tensor.data_ptr()
 
 
@@ -103,53 +116,47 @@ def _put_tensors(block, call: AttendCall) -> None:
     block[P.A_K_BLOCK] = home[0] * size if paged else 0
     block[P.A_K_TOKEN] = token * size
     block[P.A_K_HEAD] = head * size
+    block[P.A_K_BYTES] = k.shape[-1] * size
     *home, token, head, _ = v.stride()
     block[P.A_V] = v.data_ptr()
     block[P.A_V_BLOCK] = home[0] * size if paged else 0
     block[P.A_V_TOKEN] = token * size
     block[P.A_V_HEAD] = head * size
+    block[P.A_V_BYTES] = v.shape[-1] * size
     block[P.A_LSE] = 0
     if call.lse is not None:
         head, row = call.lse.stride()
-        block[P.A_LSE] = call.lse.data_ptr()
+        block[P.A_LSE] = _float32("lse", call.lse)
         block[P.A_LSE_HEAD] = head * 4
         block[P.A_LSE_ROW] = row * 4
     block[P.A_QUERY_LOC] = _int32("query_start_loc", call.query_start_loc)
     block[P.A_NUM_SEQS] = call.query_start_loc.shape[0] - 1
     if paged:
         table = call.block_table
-        assert table is not None
-        assert call.seq_lens is not None
+        if table is None:
+            raise ArgumentError(f"block_table is missing; {_NEEDED}")
         block[P.A_SEQ_LENS] = _int32("seq_lens", call.seq_lens)
         block[P.A_KEY_LOC] = 0
         block[P.A_TABLE] = table.data_ptr()
         block[P.A_TABLE_ROW] = table.stride(0) * table.element_size()
-        block[P.A_TABLE_WIDE] = table.dtype is torch.int64
+        block[P.A_TABLE_WIDE] = wide_index("block_table", table)
         block[P.A_TABLE_WIDTH] = table.shape[1]
         block[P.A_BLOCK_SIZE] = k.shape[1]
         block[P.A_NUM_BLOCKS] = min(k.shape[0], v.shape[0])
     else:
-        assert call.key_start_loc is not None
         block[P.A_KEY_LOC] = _int32("key_start_loc", call.key_start_loc)
         block[P.A_BLOCK_SIZE] = 0
         block[P.A_NUM_BLOCKS] = min(k.shape[0], v.shape[0])
 
 
 def _put_numbers(block, floats, call: AttendCall) -> None:
-    problem = call.problem
     (left, right), cap, scale = call.window, call.softcap, call.scale
     block[P.A_NUM_ROWS] = call.q.shape[0]
-    block[P.A_HEADS] = problem.num_kv_heads
-    block[P.A_GROUP] = problem.num_q_heads // problem.num_kv_heads
-    block[P.A_SIZE] = problem.head_size
-    block[P.A_SIZE_V] = problem.head_size_v
-    block[P.A_DTYPE] = P.DTYPE_CODES[problem.dtype]
     block[P.A_LEFT] = min(left, _FAR)
     block[P.A_RIGHT] = min(right, _FAR)
-    block[P.A_MAX_Q] = problem.max_q_len
-    block[P.A_MAX_K] = problem.max_k_len
     floats[P.A_SCALE_F] = scale
     floats[P.A_CAP_F] = cap
+    block[P.A_EDITS] = bool(cap) or scale < 0 or call.alibi_slopes is not None
     floats[P.A_INNER_F] = scale / cap if cap else 0.0
     floats[P.A_NATURAL_F] = natural = 1.0 if cap or call.alibi_slopes is not None else abs(scale)
     floats[P.A_UNIT_F] = natural * math.log2(math.e)
@@ -158,70 +165,92 @@ def _put_numbers(block, floats, call: AttendCall) -> None:
         block[P.A_KEY_STARTS] = _int32("key_starts", call.key_starts)
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes
-        block[P.A_SLOPES] = slopes.data_ptr()
+        block[P.A_SLOPES] = _float32("alibi_slopes", slopes)
         block[P.A_SLOPES_SEQ] = slopes.stride(0) * 4 if slopes.dim() == 2 else 0
         block[P.A_SLOPES_HEAD] = slopes.stride(-1) * 4
     if call.sinks is not None:
-        block[P.A_SINKS] = call.sinks.data_ptr()
+        block[P.A_SINKS] = _float32("sinks", call.sinks)
         block[P.A_SINKS_HEAD] = call.sinks.stride(0) * 4
 
 
-def _scratch_parts(problem, plan: AttendPlan, threads: int) -> tuple[int, int, dict[int, int], int]:
-    """Total bytes, a worker's bytes, offsets of its parts by slot, and the stride of staged rows."""
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What depends on the problem alone: the plan, and how scratch is laid out for it.
+
+    Attributes:
+        total: bytes of scratch.
+        worker: bytes of one worker's share.
+        fixed: the slots from ``A_HEADS`` to the end.
+    """
+
+    plan: AttendPlan
+    total: int
+    worker: int
+    fixed: array
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(problem: AttendProblem, threads: int, near_heads: int) -> _Layout:
+    plan = plan_attend(problem, threads, near_heads)
     size, size_v = -(-problem.head_size // W) * W * 4, -(-problem.head_size_v // W) * W * 4
-    rows, keys = plan.rows, CHUNK + SCORE_PAD
-    stride = max(size, size_v)
-    sizes = {
+    rows, stride = plan.rows, max(size, size_v)
+    parts = {
         P.A_S_QUERY: rows * size,
         P.A_S_SCORE: rows * SCORE_BYTES,
         P.A_S_CHUNK: rows * size_v,
         P.A_S_KEEP: rows * 4,
         P.A_S_STATE: rows * (size_v + 8),
         P.A_S_TOTAL: rows * (size_v + 8),
-        P.A_S_KADDR: keys * 8,
-        P.A_S_VADDR: keys * 8,
-        P.A_S_STAGE: keys * stride,
-        P.A_S_SADDR: keys * 8,
+        P.A_S_KADDR: 2 * ADDRESS_BYTES,
+        P.A_S_VADDR: 2 * ADDRESS_BYTES,
+        P.A_S_STAGE: (CHUNK + SCORE_PAD) * stride,
+        P.A_S_SADDR: ADDRESS_BYTES,
         P.A_S_RANGE: rows * 16,
     }
-    offsets, used = {}, 0
-    for slot, part in sizes.items():
-        offsets[slot] = used
-        used += -(-part // 64) * 64
+    values, worker = {}, 0
+    for slot, part in parts.items():
+        values[slot] = worker
+        worker += -(-part // 64) * 64
+    values |= {
+        P.A_HEADS: problem.num_kv_heads,
+        P.A_GROUP: problem.group,
+        P.A_SIZE: problem.head_size,
+        P.A_SIZE_V: problem.head_size_v,
+        P.A_DTYPE: P.DTYPE_CODES[problem.dtype],
+        P.A_MAX_Q: problem.max_q_len,
+        P.A_MAX_K: problem.max_k_len,
+        P.A_ROW_LIMIT: ROW_LIMIT,
+        P.A_TILE_TOKENS: plan.tile_tokens,
+        P.A_TASK_HEADS: plan.task_heads,
+        P.A_SPLITS: plan.splits,
+        P.A_STAGE_ROWS: plan.stage_rows,
+        P.A_DIRECT_K: problem.head_size % W == 0,
+        P.A_DIRECT_V: problem.head_size_v % W == 0,
+        P.A_SCRATCH_BYTES: worker,
+        P.A_STAGE_STRIDE: stride,
+    }
     tasks = plan.max_tasks * (2 * P.TASK_BYTES + 16) + (BUCKETS + 1) * 8
-    total = 64 + threads * used + tasks + plan.max_partial_rows * (size_v + 8)
-    return total, used, offsets, stride
+    total = 64 + threads * worker + tasks + plan.max_partial_rows * (size_v + 8)
+    return _Layout(plan, total, worker, array("q", [values[slot] for slot in range(P.A_HEADS, P.ATTEND_SLOTS)]))
 
 
-def _put_scratch(block, call: AttendCall, plan: AttendPlan, threads: int) -> Tensor:
+def _put_scratch(block, call: AttendCall, layout: _Layout, threads: int) -> Tensor:
     """Lay the scratch out: a worker's share each, the task arrays, the partial states."""
-    total, worker, offsets, stride = _scratch_parts(call.problem, plan, threads)
     scratch = call.workspace
     if scratch is None:
-        scratch = MEMORY.scratch(total)
-    elif not scratch.is_contiguous() or scratch.numel() * scratch.element_size() < total:
+        scratch = MEMORY.scratch(layout.total)
+    elif not scratch.is_contiguous() or scratch.numel() * scratch.element_size() < layout.total:
         raise ArgumentError(
             f"workspace has {scratch.numel() * scratch.element_size()} bytes (strides {scratch.stride()}); this call "
-            f"needs {total} contiguous bytes. Pass a larger one, or None"
+            f"needs {layout.total} contiguous bytes. Pass a larger one, or None"
         )
-    base = -(-scratch.data_ptr() // 64) * 64
-    for slot, offset in offsets.items():
-        block[slot] = offset
-    block[P.A_STAGE_STRIDE] = stride
-    block[P.A_SCRATCH] = base
-    block[P.A_SCRATCH_BYTES] = worker
-    base += threads * worker
-    block[P.A_TASKS] = base
-    block[P.A_GROUPS] = base = base + plan.max_tasks * P.TASK_BYTES
-    block[P.A_TASK_COST] = base = base + plan.max_tasks * P.TASK_BYTES
-    block[P.A_TASK_ORDER] = base = base + plan.max_tasks * 8
-    block[P.A_BUCKETS] = base = base + plan.max_tasks * 8
+    block[P.A_HEADS : P.ATTEND_SLOTS] = layout.fixed
+    tasks = layout.plan.max_tasks
+    block[P.A_SCRATCH] = base = -(-scratch.data_ptr() // 64) * 64
+    block[P.A_TASKS] = base = base + threads * layout.worker
+    block[P.A_GROUPS] = base = base + tasks * P.TASK_BYTES
+    block[P.A_TASK_COST] = base = base + tasks * P.TASK_BYTES
+    block[P.A_TASK_ORDER] = base = base + tasks * 8
+    block[P.A_BUCKETS] = base = base + tasks * 8
     block[P.A_PARTIALS] = base + (BUCKETS + 1) * 8
-    block[P.A_ROW_LIMIT] = ROW_LIMIT
-    block[P.A_TILE_TOKENS] = plan.tile_tokens
-    block[P.A_ALL_HEADS] = plan.all_heads
-    block[P.A_SPLITS] = plan.splits
-    block[P.A_STAGE_ROWS] = plan.stage_rows
-    block[P.A_DIRECT_K] = call.problem.head_size % W == 0
-    block[P.A_DIRECT_V] = call.problem.head_size_v % W == 0
     return scratch

@@ -5,17 +5,26 @@ Kernels look at every value before anything is written, so none of these leaves 
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from pagetile.backends.cpu import params as P
 from pagetile.backends.protocol import AttendCall, WriteCall
-from pagetile.contracts.errors import ArgumentError, BlockTableError, PagetileError, SlotError
-from pagetile.contracts.geometry import blocks_held, slots_held
+from pagetile.contracts.errors import ArgumentError, BlockTableError, DTypeError, PagetileError, SlotError
+
+
+def wide_index(name: str, tensor: Tensor) -> bool:
+    """Whether an index tensor is int64, rather than int32; it is read as it is."""
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(f"{name} is {tensor.dtype}; it must be int32 or int64")
+    return tensor.dtype is torch.int64
 
 
 def slot_fault(call: WriteCall, row: int, value: int) -> PagetileError:
     num_blocks, block_size = call.key_cache.shape[:2]
     return SlotError(
-        f"slot_mapping[{row}] is {value}, but {slots_held(num_blocks, block_size)}; use a negative slot for a row that "
-        "must not be stored. Nothing was written"
+        f"slot_mapping[{row}] is {value}, but the cache has {num_blocks} blocks of {block_size}, so slots 0 to "
+        f"{num_blocks * block_size - 1}; use a negative slot for a row that must not be stored. Nothing was written"
     )
 
 
@@ -44,18 +53,16 @@ def attend_fault(call: AttendCall, code: int, row: int, column: int, value: int)
 
 def _table_fault(call: AttendCall, code: int, row: int, column: int, value: int) -> PagetileError:
     num_blocks, block_size = call.k.shape[:2]
-    assert call.block_table is not None
-    assert call.seq_lens is not None
     if code == P.SEQ_PAST_TABLE:
-        width = call.block_table.shape[1]
+        width = call.block_table.shape[1] if call.block_table is not None else 0
         return BlockTableError(
             f"seq_lens[{row}] is {value}, but block_table[{row}] has {width} columns of {block_size} tokens, so at "
             f"most {width * block_size}; widen block_table or shorten the sequence"
         )
-    tokens = int(call.seq_lens[row])
+    tokens = int(call.seq_lens[row]) if call.seq_lens is not None else 0
     return BlockTableError(
-        f"block_table[{row}, {column}] is {value}, but {blocks_held(num_blocks)}; sequence {row} has {tokens} tokens "
-        f"and needs {-(-tokens // block_size)} valid entries "
+        f"block_table[{row}, {column}] is {value}, but the cache has {num_blocks} blocks, so ids 0 to "
+        f"{num_blocks - 1}; sequence {row} has {tokens} tokens and needs {-(-tokens // block_size)} valid entries "
         f"(block size {block_size})"
     )
 

@@ -58,8 +58,8 @@ def launch(kernel: Kernel, block: int, threads: int) -> None:
 
     A kernel takes its work from tickets in the block, so it is right for any number of threads that really come.
     """
-    parallel = openmp() if threads > 1 else None
-    if parallel is None:
+    team = openmp() if threads > 1 else None
+    if team is None:
         kernel(block)
     else:
-        parallel(kernel.address, block, threads, 0)
+        team(kernel.address, block, threads, 0)

@@ -14,16 +14,14 @@ ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
 (   # attend
     A_TICKET, A_WORKER, A_NUM_TASKS,                # counters: next task, next worker; tasks built by prepare
     A_NUM_GROUPS,                                   # split tasks that the second phase adds up
-    A_NUM_SEQS, A_NUM_ROWS, A_HEADS, A_GROUP,       # B, T, Hkv, Hq / Hkv
-    A_SIZE, A_SIZE_V,                               # D, Dv
+    A_NUM_SEQS, A_NUM_ROWS,                         # B, T
     A_SCALE_F, A_INNER_F,                           # scale; scale / softcap
     A_NATURAL_F, A_UNIT_F,                          # what turns scores into natural units, and into base 2
-    A_DTYPE,                                        # code of q and out
     A_SCORE, A_WEIGH, A_ADD,                        # addresses of kernels: score_* and add_* of the dtype of K and V
     A_PHASE,                                        # 0: attend, 1: add up the states of split tasks
     A_Q, A_Q_ROW, A_Q_HEAD,
-    A_K, A_K_BLOCK, A_K_TOKEN, A_K_HEAD,            # ragged keys use the token stride alone
-    A_V, A_V_BLOCK, A_V_TOKEN, A_V_HEAD,
+    A_K, A_K_BLOCK, A_K_TOKEN, A_K_HEAD, A_K_BYTES,  # ragged keys use the token stride alone; bytes of a row
+    A_V, A_V_BLOCK, A_V_TOKEN, A_V_HEAD, A_V_BYTES,
     A_OUT, A_OUT_ROW, A_OUT_HEAD,
     A_LSE, A_LSE_HEAD, A_LSE_ROW,                   # address 0: none
     A_QUERY_LOC, A_SEQ_LENS, A_KEY_LOC,             # int32; the last two: address 0 where the other one counts
@@ -31,19 +29,23 @@ ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
     A_BLOCK_SIZE, A_NUM_BLOCKS,                     # 0 when ragged; A_NUM_BLOCKS is then the number of key rows
     A_KEY_STARTS,                                   # int32, address 0: none
     A_LEFT, A_RIGHT,                                # window, -1 unbounded
+    A_EDITS,                                        # whether scores are edited at all before the mask
     A_CAP_F,                                        # softcap, 0 is off
     A_SLOPES, A_SLOPES_SEQ, A_SLOPES_HEAD,          # address 0: none
     A_SINKS, A_SINKS_HEAD,                          # address 0: none
-    A_MAX_Q, A_MAX_K,                               # bounds that the caller promised
-    A_ROW_LIMIT, A_TILE_TOKENS, A_ALL_HEADS, A_SPLITS, A_STAGE_ROWS, A_DIRECT_K, A_DIRECT_V,  # the plan
     A_TASKS, A_TASK_COST, A_TASK_ORDER, A_BUCKETS, A_GROUPS,   # arrays that prepare fills
-    A_SCRATCH, A_SCRATCH_BYTES,                     # a worker's share
+    A_SCRATCH,                                      # of all workers, then come the arrays above and the partial states
+    A_PARTIALS,                                     # states of split tasks, a segment each
+    # From here to the end: what depends on the problem alone.
+    A_HEADS, A_GROUP, A_SIZE, A_SIZE_V, A_DTYPE,    # Hkv, Hq / Hkv, D, Dv, code of q and out
+    A_MAX_Q, A_MAX_K,                               # bounds that the caller promised
+    A_ROW_LIMIT, A_TILE_TOKENS, A_TASK_HEADS, A_SPLITS, A_STAGE_ROWS, A_DIRECT_K, A_DIRECT_V,  # the plan
+    A_SCRATCH_BYTES,                                # a worker's share
     A_S_QUERY, A_S_SCORE, A_S_CHUNK, A_S_KEEP, A_S_STATE, A_S_TOTAL,  # offsets in it
     A_S_KADDR, A_S_VADDR, A_S_STAGE, A_S_SADDR, A_S_RANGE,
     A_STAGE_STRIDE,
-    A_PARTIALS,                                     # states of split tasks, a segment each
-) = range(4, 87)
-ATTEND_SLOTS = 87
+) = range(4, 90)
+ATTEND_SLOTS = 90
 
 (   # write
     W_TICKET,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from pagetile.backends.cpu import params as P
-from pagetile.backends.cpu.faults import slot_fault
+from pagetile.backends.cpu.faults import slot_fault, wide_index
 from pagetile.backends.cpu.kernels.write import CHECK, CHUNKS, SERIAL
 from pagetile.backends.cpu.launch import available_threads, launch
 from pagetile.backends.cpu.scratch import MEMORY
@@ -43,7 +41,7 @@ def write(call: WriteCall) -> None:
     block[P.W_TICKET] = 0
     block[P.W_SLOTS] = slots.data_ptr()
     block[P.W_SLOT_STEP] = slots.stride(0) * slots.element_size()
-    block[P.W_WIDE] = slots.dtype is torch.int64
+    block[P.W_WIDE] = wide_index("slot_mapping", slots)
     block[P.W_COUNT] = count
     block[P.W_BLOCK_SIZE] = block_size
     block[P.W_LIMIT] = num_blocks * block_size

@@ -7,7 +7,10 @@ from __future__ import annotations
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import inlined
 from pagetile.backends.cpu.kernels.elements import get_i32, get_i64, index_at, put_i64, slot_value
-from pagetile.backends.cpu.tuning import SCORE_PAD
+from pagetile.backends.cpu.tuning import CHUNK, SCORE_PAD
+
+ADDRESS_BYTES = (CHUNK + SCORE_PAD) * 8
+"""Of an array of a chunk's addresses; there are two of each kind, for this chunk and the next."""
 
 
 @inlined
@@ -86,3 +89,9 @@ def fill_addresses(block, seq, start, first, last, key_addresses, value_addresse
     final = get_i64(key_addresses + last * 8 - 8)
     for pad in range(SCORE_PAD):
         put_i64(key_addresses + (last + pad) * 8, final)
+
+
+@inlined
+def chunk_addresses(block, scratch, kind, start):
+    """The array (``A_S_KADDR`` or ``A_S_VADDR``) of the chunk that begins at key ``start``; neighbours alternate."""
+    return scratch + slot_value(block, kind) + (start // CHUNK & 1) * ADDRESS_BYTES

@@ -20,7 +20,7 @@ import numpy as np
 
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import Kernel, inlined
-from pagetile.backends.cpu.kernels.address import fill_addresses, key_span, query_span, visible
+from pagetile.backends.cpu.kernels.address import chunk_addresses, fill_addresses, key_span, query_span, visible
 from pagetile.backends.cpu.kernels.elements import (
     bytes_of,
     get_f32,
@@ -40,7 +40,7 @@ from pagetile.backends.cpu.tuning import CHUNK, SCORE_PAD, SEGMENT
 
 _NONE, _ZERO, _ONE = np.float32(-math.inf), np.float32(0), np.float32(1)
 
-call_score, call_weigh, call_add = calls(6), calls(7), calls(7)
+call_score, call_weigh, call_add = calls(6), calls(7), calls(8)
 
 
 @inlined
@@ -87,28 +87,46 @@ def _fold_chunk(block, scratch, task, low, high, state):
     Sums of a chunk apart, then of a segment, then of all: an error grows with the length of a chunk, not of the keys.
     """
     tokens, group = slot_value(task, P.T_TOKENS), slot_value(block, P.A_GROUP)
-    rows, vectors = slot_value(task, P.T_HEADS) * tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
+    vectors = vectors_of(slot_value(block, P.A_SIZE_V))
+    stride = vectors * ROW_BYTES
     sums, keeps = scratch + slot_value(block, P.A_S_CHUNK), scratch + slot_value(block, P.A_S_KEEP)
     ranges = scratch + slot_value(block, P.A_S_RANGE)
-    for row in range(rows):
-        seen = ranges + row // group % tokens * 16
-        if max(low, get_i64(seen)) < min(high, get_i64(seen + 8)):
-            offset = row * vectors * ROW_BYTES
-            mix_rows(state + offset, sums + offset, vectors, get_f32(keeps + row * 4), _ONE)
+    row = 0
+    for _ in range(slot_value(task, P.T_HEADS)):
+        for token in range(tokens):
+            if max(low, get_i64(ranges + token * 16)) < min(high, get_i64(ranges + token * 16 + 8)):
+                for member in range(row, row + group):
+                    keep = get_f32(keeps + member * 4)
+                    mix_rows(state + member * stride, sums + member * stride, vectors, keep, _ONE)
+            row += group
 
 
 @inlined
-def _run_segment(block, scratch, task, low, high, state):
-    """The state of all rows over the keys ``[low, high)``, which lie in one segment."""
-    keys, values = scratch + slot_value(block, P.A_S_KADDR), scratch + slot_value(block, P.A_S_VADDR)
+def _look_up(block, scratch, task, start, low, high):
+    """Addresses of the keys ``[low, high)`` that lie in the chunk that begins at ``start``; their number."""
+    first, last = max(low - start, 0), min(high - start, CHUNK)
+    if first >= last:
+        return 0
+    keys = chunk_addresses(block, scratch, P.A_S_KADDR, start)
+    values = chunk_addresses(block, scratch, P.A_S_VADDR, start)
+    fill_addresses(block, slot_value(task, P.T_SEQ), start, first, last, keys, values)
+    return last
+
+
+@inlined
+def _run_segment(block, scratch, task, low, high, task_high, state):
+    """The state of all rows over the keys ``[low, high)``, which lie in one segment of a task that goes on further.
+
+    The addresses of the first chunk stand already; those of each next chunk are looked up before they are needed.
+    """
+    sums = scratch + slot_value(block, P.A_S_CHUNK)
     start = low // CHUNK * CHUNK
     while start < high:
         first, last = max(low - start, 0), min(high - start, CHUNK)
-        fill_addresses(block, slot_value(task, P.T_SEQ), start, first, last, keys, values)
+        ahead = _look_up(block, scratch, task, start + CHUNK, low, task_high)
         call_score(slot_value(block, P.A_SCORE), block, scratch, task, start, first, last)
         call_weigh(slot_value(block, P.A_WEIGH), block, scratch, task, start, first, last, state)
-        sums = scratch + slot_value(block, P.A_S_CHUNK)
-        call_add(slot_value(block, P.A_ADD), block, scratch, task, start, first, last, sums)
+        call_add(slot_value(block, P.A_ADD), block, scratch, task, start, first, last, ahead, sums)
         _fold_chunk(block, scratch, task, start + first, start + last, state)
         start += CHUNK
 
@@ -116,20 +134,25 @@ def _run_segment(block, scratch, task, low, high, state):
 @inlined
 def _add_segment(ranges, segment, into, other, heads, tokens, group, vectors, unit):
     """Add a segment's states to the rows that see a key of it."""
-    rows = heads * tokens * group
-    maxima, other_maxima = into + rows * vectors * ROW_BYTES, other + rows * vectors * ROW_BYTES
-    for row in range(rows):
-        if seen_in(ranges, row // group % tokens, segment):
-            add_state(
-                into + row * vectors * ROW_BYTES,
-                maxima + row * 4,
-                maxima + (rows + row) * 4,
-                other + row * vectors * ROW_BYTES,
-                other_maxima + row * 4,
-                other_maxima + (rows + row) * 4,
-                vectors,
-                unit,
-            )
+    rows, stride = heads * tokens * group, vectors * ROW_BYTES
+    maxima, other_maxima = into + rows * stride, other + rows * stride
+    first = 0
+    for _ in range(heads):
+        for token in range(tokens):
+            if seen_in(ranges, token, segment):
+                for row in range(first, first + group):
+                    mine, theirs = maxima + row * 4, other_maxima + row * 4
+                    add_state(
+                        into + row * stride,
+                        mine,
+                        mine + rows * 4,
+                        other + row * stride,
+                        theirs,
+                        theirs + rows * 4,
+                        vectors,
+                        unit,
+                    )
+            first += group
 
 
 @inlined
@@ -141,10 +164,12 @@ def _run_task(block, scratch, task, second):
     unit = get_f64(block + P.A_UNIT_F * 8)
     partial, first = slot_value(task, P.T_PARTIAL), slot_value(task, P.T_FIRST_SEGMENT)
     _fill_ranges(block, ranges, task)
-    hull_low, hull_high = get_i64(ranges), get_i64(ranges + tokens * 16 - 8)
+    hull_low = max(get_i64(ranges), first * SEGMENT)
+    hull_high = min(get_i64(ranges + tokens * 16 - 8), slot_value(task, P.T_LAST_SEGMENT) * SEGMENT)
     _clear_state(total, rows, vectors)
     if not second:
         _read_queries(block, scratch, task)
+        _look_up(block, scratch, task, hull_low // CHUNK * CHUNK, hull_low, hull_high)
     for segment in range(first, slot_value(task, P.T_LAST_SEGMENT)):
         state = scratch + slot_value(block, P.A_S_STATE)
         if partial >= 0:
@@ -153,7 +178,7 @@ def _run_task(block, scratch, task, second):
         if not second:
             _clear_state(state, rows, vectors)
             low, high = max(hull_low, segment * SEGMENT), min(hull_high, (segment + 1) * SEGMENT)
-            _run_segment(block, scratch, task, low, high, state)
+            _run_segment(block, scratch, task, low, high, hull_high, state)
         if second or partial < 0:
             _add_segment(ranges, segment, total, state, heads, tokens, group, vectors, unit)
     if second or partial < 0:

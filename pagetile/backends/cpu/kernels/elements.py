@@ -15,12 +15,14 @@ from pagetile.backends.cpu.kernels.vector import (
     W,
     advance,
     at,
+    call,
     constant,
     counted,
     emits,
     f16,
     f32,
     f64,
+    i8,
     i16,
     i32,
     i64,
@@ -28,6 +30,9 @@ from pagetile.backends.cpu.kernels.vector import (
     store,
     vec,
 )
+
+_LINE = 64
+"""Bytes of a cache line, near enough: asking for too many lines or too few only costs time."""
 
 _NATIVE_HALF = host_isa().native_half
 
@@ -72,6 +77,25 @@ def put_i64(b, address, value):
 @emits(types.void, A, F)
 def put_f32(b, address, value):
     store(b, value, address)
+
+
+@emits(types.void, A, A, A, A, A)
+def prefetch_rows(b, addresses, first, last, offset, size):
+    """Ask for the cache lines of rows ``[first, last)`` of an array of addresses: ``size`` bytes at ``offset`` each."""
+    lines = b.sdiv(b.add(size, ir.Constant(i64, _LINE - 1)), ir.Constant(i64, _LINE))
+    flags = [ir.Constant(i32, flag) for flag in (0, 2, 1)]  # to read, into the L2 cache, data
+
+    def row(i, _):
+        start = b.add(load(b, advance(b, addresses, b.add(first, i), 8), i64), offset)
+
+        def line(j, _):
+            call(b, "llvm.prefetch.p0", at(b, advance(b, start, j, _LINE), i8), *flags, result=ir.VoidType())
+            return []
+
+        counted(b, lines, [], line)
+        return []
+
+    counted(b, b.sub(last, first), [], row)
 
 
 @emits(types.int64, A)

@@ -66,18 +66,21 @@ def finish_rows(block, task, ranges, state):
     rows, vectors = heads * tokens * group, vectors_of(size)
     maxima, dtype = state + rows * vectors * ROW_BYTES, slot_value(block, P.A_DTYPE)
     start, _ = query_span(block, slot_value(task, P.T_SEQ))
-    for row in range(rows):
-        token = row // group % tokens
-        query_head = (slot_value(task, P.T_HEAD) + row // (group * tokens)) * group + row % group
-        query_row = start + slot_value(task, P.T_TOKEN) + token
-        sums = state + row * vectors * ROW_BYTES
-        if get_i64(ranges + token * 16) < get_i64(ranges + token * 16 + 8):
-            largest, total = get_f32(maxima + row * 4), get_f32(maxima + (rows + row) * 4)
-            lse = _finish_row(block, query_head, sums, largest, total, vectors)
-        else:  # nothing seen: the state is still the zeros it was cleared to
-            sinks = slot_value(block, P.A_SINKS)
-            lse = get_f32(sinks + query_head * slot_value(block, P.A_SINKS_HEAD)) if sinks else _NONE
-        _write_lse(block, query_head, query_row, lse)
-        target = slot_value(block, P.A_OUT) + query_row * slot_value(block, P.A_OUT_ROW)
-        target += query_head * slot_value(block, P.A_OUT_HEAD)
-        write_strided(sums, target, bytes_of(dtype), size, dtype)
+    row = 0
+    for head in range(slot_value(task, P.T_HEAD), slot_value(task, P.T_HEAD) + heads):
+        for token in range(tokens):
+            query_row = start + slot_value(task, P.T_TOKEN) + token
+            seen = get_i64(ranges + token * 16) < get_i64(ranges + token * 16 + 8)
+            for query_head in range(head * group, head * group + group):
+                sums = state + row * vectors * ROW_BYTES
+                if seen:
+                    largest, total = get_f32(maxima + row * 4), get_f32(maxima + (rows + row) * 4)
+                    lse = _finish_row(block, query_head, sums, largest, total, vectors)
+                else:  # the state is still the zeros it was cleared to
+                    sinks = slot_value(block, P.A_SINKS)
+                    lse = get_f32(sinks + query_head * slot_value(block, P.A_SINKS_HEAD)) if sinks else _NONE
+                _write_lse(block, query_head, query_row, lse)
+                target = slot_value(block, P.A_OUT) + query_row * slot_value(block, P.A_OUT_ROW)
+                target += query_head * slot_value(block, P.A_OUT_HEAD)
+                write_strided(sums, target, bytes_of(dtype), size, dtype)
+                row += 1

@@ -119,13 +119,12 @@ def _add_tile(block, seq, token, tokens, tasks, groups, partial_rows):
         first, last = low // SEGMENT, (high - 1) // SEGMENT + 1
     else:
         low, high = 0, 0
-    together = slot_value(block, P.A_ALL_HEADS) and q_len * group * heads <= slot_value(block, P.A_ROW_LIMIT)
-    step = heads if together else 1
-    rows = step * tokens * group
+    step = max(1, min(slot_value(block, P.A_TASK_HEADS), slot_value(block, P.A_ROW_LIMIT) // (q_len * group)))
     pieces = max(1, min(slot_value(block, P.A_SPLITS), last - first))
     head = 0
     while head < heads:
-        base = -1
+        step = min(step, heads - head)
+        rows, base = step * tokens * group, -1
         if pieces > 1:
             base = partial_rows
             record = slot_value(block, P.A_GROUPS) + groups * P.TASK_BYTES
@@ -175,15 +174,11 @@ def _prepare(block):
     if not _check_all(block):
         return
     tasks, groups, partial_rows = 0, 0, 0
-    heads, group = slot_value(block, P.A_HEADS), slot_value(block, P.A_GROUP)
     for seq in range(slot_value(block, P.A_NUM_SEQS)):
         _, q_len = query_span(block, seq)
-        tile = slot_value(block, P.A_TILE_TOKENS)
-        if slot_value(block, P.A_ALL_HEADS) and q_len * group * heads <= slot_value(block, P.A_ROW_LIMIT):
-            tile = q_len
         token = 0
         while token < q_len:
-            tokens = min(tile, q_len - token)
+            tokens = min(slot_value(block, P.A_TILE_TOKENS), q_len - token)
             tasks, groups, partial_rows = _add_tile(block, seq, token, tokens, tasks, groups, partial_rows)
             token += tokens
     _order_tasks(block, tasks)

@@ -2,7 +2,8 @@
 
 Keys are read straight from the cache, or first copied to contiguous float32 (*staged*): when a register block would
 read past the end of a row whose size is no multiple of a vector, and when enough rows share the copy. The products are
-the same bits either way.
+the same bits either way. Where keys are read in place, the values of the same keys are asked for meanwhile: blocks lie
+anywhere, so no hardware prefetcher guesses them.
 
 Reads the task's queries (float32, in scratch) and K; writes raw scores to scratch.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import Kernel, inlined
+from pagetile.backends.cpu.kernels.address import chunk_addresses
 from pagetile.backends.cpu.kernels.elements import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
     get_i64,
+    prefetch_rows,
     read_row,
     slot_value,
     vectors_of,
@@ -69,7 +72,8 @@ def _score_block(block, scratch, task, head, start, first, last, addresses, offs
 @inlined
 def _score_chunk(block, scratch, task, start, first, last, tag):
     """Scores of all rows against the keys ``start + [first, last)``: a few keys at a time, every head in turn."""
-    keys, staged_keys = scratch + slot_value(block, P.A_S_KADDR), scratch + slot_value(block, P.A_S_SADDR)
+    keys, staged_keys = chunk_addresses(block, scratch, P.A_S_KADDR, start), scratch + slot_value(block, P.A_S_SADDR)
+    values, value_bytes = chunk_addresses(block, scratch, P.A_S_VADDR, start), slot_value(block, P.A_V_BYTES)
     rows, size = slot_value(task, P.T_TOKENS) * slot_value(block, P.A_GROUP), slot_value(block, P.A_SIZE)
     staged = rows >= slot_value(block, P.A_STAGE_ROWS) or slot_value(block, P.A_DIRECT_K) == 0
     step = STAGED_KEYS if staged else DIRECT_KEYS
@@ -82,6 +86,8 @@ def _score_chunk(block, scratch, task, start, first, last, tag):
                 stage(block, scratch, keys, offset, key, end, size, tag)
                 _score_block(block, scratch, task, head, start, key, end, staged_keys, 0, FLOAT32)
             else:
+                ahead = (slot_value(task, P.T_HEAD) + head) * slot_value(block, P.A_V_HEAD)
+                prefetch_rows(values, key, end, ahead, value_bytes)
                 _score_block(block, scratch, task, head, start, key, end, keys, offset, tag)
         key = end
 

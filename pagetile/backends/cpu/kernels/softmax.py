@@ -107,40 +107,48 @@ def _lanes(b: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     return b.add(splat(b, base), steps)
 
 
-def _seen(b: ir.IRBuilder, vector: ir.Value, lows: ir.Value, highs: ir.Value) -> ir.Value:
-    lane = _lanes(b, vector)
-    return b.and_(b.icmp_signed(">=", lane, lows), b.icmp_signed("<", lane, highs))
-
-
 def _over(b, scores, low, high, carried, body):
-    """For each vector of scores that holds a lane of ``[low, high)``: ``new scores, carried = body(vector, scores,
-    carried)``; new scores of None leave them as they are."""
-    width = ir.Constant(i64, W)
-    first = b.sdiv(low, width)
-    count = b.sub(b.sdiv(b.add(high, ir.Constant(i64, W - 1)), width), first)
+    """``new scores, carried = body(vector, scores, seen, carried)`` for each vector with a lane of ``[low, high)``.
 
-    def step(i, now):
-        vector = b.add(first, i)
+    ``seen`` is None where the whole vector is in the range, else the lanes that are. Ascending; new scores of None
+    leave them as they are.
+    """
+    width, lows, highs = ir.Constant(i64, W), splat(b, b.trunc(low, i32)), splat(b, b.trunc(high, i32))
+
+    def step(vector, seen, now):
         address = advance(b, scores, vector, ROW_BYTES)
-        value, now = body(vector, load(b, address, vec(f32)), now)
+        value, now = body(vector, load(b, address, vec(f32)), seen, now)
         if value is not None:
             store(b, value, address)
         return now
 
-    return counted(b, count, carried, step)
+    def edge(vector, present, now):
+        """The vector, if ``present`` (0 or 1)."""
+
+        def once(_i, now):
+            lane = _lanes(b, vector)
+            return step(vector, b.and_(b.icmp_signed(">=", lane, lows), b.icmp_signed("<", lane, highs)), now)
+
+        return counted(b, present, now, once)
+
+    first, end = b.sdiv(low, width), b.sdiv(high, width)
+    ragged_low = b.icmp_signed("!=", b.mul(first, width), low)
+    full = b.add(first, b.zext(ragged_low, i64))  # the first vector that is in the range from its first lane on
+    carried = edge(first, b.zext(ragged_low, i64), carried)
+    carried = counted(b, b.sub(end, full), carried, lambda i, now: step(b.add(full, i), None, now))
+    ragged_high = b.and_(b.icmp_signed("!=", b.mul(end, width), high), b.icmp_signed(">=", end, full))
+    return edge(end, b.zext(ragged_high, i64), carried)
 
 
 @emits(F, A, A, A)
 def row_max(b, scores, low, high):
     """The maximum over lanes ``[low, high)``, NaN left out; -inf if that is all there is."""
-    lows, highs = splat(b, b.trunc(low, i32)), splat(b, b.trunc(high, i32))
-    hidden = constant(-math.inf, vec(f32))
 
-    def body(vector, s, now):
-        better = b.and_(_seen(b, vector, lows, highs), b.fcmp_ordered(">", s, now[0]))
-        return None, [b.select(better, s, now[0])]
+    def body(_vector, s, seen, now):
+        better = b.fcmp_ordered(">", s, now[0])
+        return None, [b.select(better if seen is None else b.and_(better, seen), s, now[0])]
 
-    (largest,) = _over(b, scores, low, high, [hidden], body)
+    (largest,) = _over(b, scores, low, high, [constant(-math.inf, vec(f32))], body)
     return fold_lanes(b, largest, lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 
 
@@ -151,12 +159,11 @@ def exp_and_sum(b, scores, low, high, shift, unit):
     The difference is taken first: it is exact where it matters, so that a large score costs no accuracy.
     """
     shifts, units = splat(b, shift), splat(b, unit)
-    lows, highs = splat(b, b.trunc(low, i32)), splat(b, b.trunc(high, i32))
     zero = constant(0.0, vec(f32))
 
-    def body(vector, s, now):
+    def body(_vector, s, seen, now):
         p = exp2(b, b.fmul(b.fsub(s, shifts), units))
-        p = b.select(_seen(b, vector, lows, highs), p, zero)
+        p = p if seen is None else b.select(seen, p, zero)
         return p, [b.fadd(now[0], p)]
 
     (total,) = _over(b, scores, low, high, [zero], body)
@@ -167,7 +174,7 @@ def exp_and_sum(b, scores, low, high, shift, unit):
 def soft_cap(b, scores, low, high, inner, cap):
     """``cap * tanh(score * inner)``, with ``inner = scale / cap``."""
     inners, caps = splat(b, inner), splat(b, cap)
-    _over(b, scores, low, high, [], lambda _v, s, now: (b.fmul(caps, tanh(b, b.fmul(s, inners))), now))
+    _over(b, scores, low, high, [], lambda _v, s, _seen, now: (b.fmul(caps, tanh(b, b.fmul(s, inners))), now))
 
 
 @emits(types.void, A, A, A, F, F, A)
@@ -175,7 +182,7 @@ def add_alibi(b, scores, low, high, factor, slope, position):
     """``score * factor - slope * |position - key|``; the position counts from the chunk's start."""
     factors, slopes = splat(b, factor), splat(b, slope)
 
-    def body(vector, s, now):
+    def body(vector, s, _seen, now):
         keys = b.sext(_lanes(b, vector), vec(i64))
         distance = b.sub(splat(b, position), keys)
         distance = b.select(b.icmp_signed("<", distance, constant(0, vec(i64))), b.neg(distance), distance)
@@ -194,7 +201,7 @@ def exp2_of(b, x):
 @emits(types.void, A, A, A)
 def negate(b, scores, low, high):
     """Turn the sign of scores (a negative scale)."""
-    _over(b, scores, low, high, [], lambda _v, s, now: (b.fneg(s), now))
+    _over(b, scores, low, high, [], lambda _v, s, _seen, now: (b.fneg(s), now))
 
 
 @emits(types.void, A, A)

@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import Kernel, inlined
-from pagetile.backends.cpu.kernels.elements import BFLOAT16, FLOAT16, FLOAT32, get_i64, slot_value, vectors_of
+from pagetile.backends.cpu.kernels.address import chunk_addresses
+from pagetile.backends.cpu.kernels.elements import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    get_i64,
+    prefetch_rows,
+    slot_value,
+    vectors_of,
+)
 from pagetile.backends.cpu.kernels.products import MAX_ROWS, accumulate_rows
 from pagetile.backends.cpu.kernels.score import SCORE_BYTES, stage
 from pagetile.backends.cpu.kernels.vector import ROW_BYTES
-from pagetile.backends.cpu.tuning import DIRECT_KEYS, STAGED_KEYS
+from pagetile.backends.cpu.tuning import CHUNK, DIRECT_KEYS, STAGED_KEYS
 
 
 @inlined
@@ -59,9 +68,16 @@ def _value_block(block, scratch, task, head, start, first, last, addresses, offs
 
 
 @inlined
-def _value_chunk(block, scratch, task, start, first, last, sums, tag):
-    """Add the weighted values of a chunk: a few keys at a time, every head in turn."""
-    values, staged_values = scratch + slot_value(block, P.A_S_VADDR), scratch + slot_value(block, P.A_S_SADDR)
+def _value_chunk(block, scratch, task, start, first, last, ahead, sums, tag):
+    """Add the weighted values of a chunk: a few keys at a time, every head in turn.
+
+    The keys of the next chunk, of which there are ``ahead``, are asked for meanwhile.
+    """
+    values, staged_values = (
+        chunk_addresses(block, scratch, P.A_S_VADDR, start),
+        scratch + slot_value(block, P.A_S_SADDR),
+    )
+    next_keys, key_bytes = chunk_addresses(block, scratch, P.A_S_KADDR, start + CHUNK), slot_value(block, P.A_K_BYTES)
     rows, size = slot_value(task, P.T_TOKENS) * slot_value(block, P.A_GROUP), slot_value(block, P.A_SIZE_V)
     staged = rows >= slot_value(block, P.A_STAGE_ROWS) or slot_value(block, P.A_DIRECT_V) == 0
     step = STAGED_KEYS if staged else DIRECT_KEYS
@@ -74,23 +90,25 @@ def _value_chunk(block, scratch, task, start, first, last, sums, tag):
                 stage(block, scratch, values, offset, key, end, size, tag)
                 _value_block(block, scratch, task, head, start, key, end, staged_values, 0, sums, FLOAT32)
             else:
+                next_offset = (slot_value(task, P.T_HEAD) + head) * slot_value(block, P.A_K_HEAD)
+                prefetch_rows(next_keys, min(key, ahead), min(end, ahead), next_offset, key_bytes)
                 _value_block(block, scratch, task, head, start, key, end, values, offset, sums, tag)
         key = end
 
 
-def add_float32(block, scratch, task, start, first, last, sums):
-    """Add the weighted float32 values ``start + [first, last)``."""
-    _value_chunk(block, scratch, task, start, first, last, sums, FLOAT32)
+def add_float32(block, scratch, task, start, first, last, ahead, sums):
+    """Add the weighted float32 values ``start + [first, last)``; ``ahead`` keys of the next chunk will be read."""
+    _value_chunk(block, scratch, task, start, first, last, ahead, sums, FLOAT32)
 
 
-def add_bfloat16(block, scratch, task, start, first, last, sums):
+def add_bfloat16(block, scratch, task, start, first, last, ahead, sums):
     """Add the weighted bfloat16 values."""
-    _value_chunk(block, scratch, task, start, first, last, sums, BFLOAT16)
+    _value_chunk(block, scratch, task, start, first, last, ahead, sums, BFLOAT16)
 
 
-def add_float16(block, scratch, task, start, first, last, sums):
+def add_float16(block, scratch, task, start, first, last, ahead, sums):
     """Add the weighted float16 values."""
-    _value_chunk(block, scratch, task, start, first, last, sums, FLOAT16)
+    _value_chunk(block, scratch, task, start, first, last, ahead, sums, FLOAT16)
 
 
 ADD = {

@@ -172,12 +172,12 @@ def sum_lanes(b: ir.IRBuilder, sums: Sequence[ir.Value]) -> ir.Value:
     Every vector is summed in the same tree, neighbours first: ``((l0 + l1) + (l2 + l3)) + ...``, so a sum does not
     depend on how many others are taken along.
     """
-    count = 1 << (len(sums) - 1).bit_length()
-    vectors = list(sums) + [sums[-1]] * (count - len(sums))
-    step = 1
+    vectors, step = list(sums), 1
     while step < W:
         low, high = _pair_lanes(step)
-        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0], vectors[0])]
+        if len(vectors) % 2:
+            vectors.append(vectors[-1])
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [b.fadd(shuffle(b, x, y, low), shuffle(b, x, y, high)) for x, y in pairs]
         step *= 2
     return vectors[0]

@@ -40,36 +40,43 @@ def _edit_scores(block, scores, low, high, seq, query_head, position):
 
 
 @inlined
+def _weigh_row(scores, low, high, largest_at, total_at, keep_at, unit):
+    """One row's scores to weights, and its maximum and sum; the factor by which its state shrinks."""
+    found, before = row_max(scores, low, high), get_f32(largest_at)
+    largest = found if found > before else before
+    shift = finite_shift(largest)
+    keep = decay(before, shift, unit)
+    put_f32(total_at, exp_and_sum(scores, low, high, shift, unit) + get_f32(total_at) * keep)
+    put_f32(largest_at, largest)
+    put_f32(keep_at, keep)
+
+
+@inlined
 def _weigh_chunk(block, scratch, task, start, first, last, state):
     """Turn scores into weights, row by row; note by how much each row's state shrinks, and clear the chunk's sums."""
     seq, group, tokens = slot_value(task, P.T_SEQ), slot_value(block, P.A_GROUP), slot_value(task, P.T_TOKENS)
-    rows, vectors = slot_value(task, P.T_HEADS) * tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
+    heads, vectors = slot_value(task, P.T_HEADS), vectors_of(slot_value(block, P.A_SIZE_V))
     ranges, scores = scratch + slot_value(block, P.A_S_RANGE), scratch + slot_value(block, P.A_S_SCORE)
-    maxima = state + rows * vectors * ROW_BYTES
-    sums = maxima + rows * 4
-    unit = get_f64(block + P.A_UNIT_F * 8)
+    sums, keeps = scratch + slot_value(block, P.A_S_CHUNK), scratch + slot_value(block, P.A_S_KEEP)
+    maxima = state + heads * tokens * group * vectors * ROW_BYTES
+    totals, unit = maxima + heads * tokens * group * 4, get_f64(block + P.A_UNIT_F * 8)
+    edits = slot_value(block, P.A_EDITS)
     _, q_len = query_span(block, seq)
     _, seq_len = key_span(block, seq)
-    for row in range(rows):
-        token = row // group % tokens
-        low = max(first, get_i64(ranges + token * 16) - start)
-        high = min(last, get_i64(ranges + token * 16 + 8) - start)
-        if low >= high:
-            continue
-        query_head = (slot_value(task, P.T_HEAD) + row // (group * tokens)) * group + row % group
-        position = slot_value(task, P.T_TOKEN) + token + seq_len - q_len - start
-        here = scores + row * SCORE_BYTES
-        _edit_scores(block, here, low, high, seq, query_head, position)
-        found = row_max(here, low, high)
-        before = get_f32(maxima + row * 4)
-        largest = found if found > before else before
-        shift = finite_shift(largest)
-        keep = decay(before, shift, unit)
-        total = exp_and_sum(here, low, high, shift, unit) + get_f32(sums + row * 4) * keep
-        put_f32(sums + row * 4, total)
-        put_f32(maxima + row * 4, largest)
-        put_f32(scratch + slot_value(block, P.A_S_KEEP) + row * 4, keep)
-        clear_row(scratch + slot_value(block, P.A_S_CHUNK) + row * vectors * ROW_BYTES, vectors)
+    row = 0
+    for head in range(slot_value(task, P.T_HEAD), slot_value(task, P.T_HEAD) + heads):
+        for token in range(tokens):
+            low = max(first, get_i64(ranges + token * 16) - start)
+            high = min(last, get_i64(ranges + token * 16 + 8) - start)
+            if low < high:
+                position = slot_value(task, P.T_TOKEN) + token + seq_len - q_len - start
+                for member in range(group):
+                    here, at = scores + (row + member) * SCORE_BYTES, (row + member) * 4
+                    if edits:
+                        _edit_scores(block, here, low, high, seq, head * group + member, position)
+                    _weigh_row(here, low, high, maxima + at, totals + at, keeps + at, unit)
+                clear_row(sums + row * vectors * ROW_BYTES, group * vectors)
+            row += group
 
 
 def weigh(block, scratch, task, start, first, last, state):
