@@ -51,6 +51,18 @@ def broken(name: str):
     if name == "index dtype":
         call.seq_lens = call.seq_lens.long()
         return call, DTypeError, ["seq_lens", "int64"]
+    if name == "table dtype":
+        call.block_table = call.block_table.short()
+        return call, DTypeError, ["block_table", "int16"]
+    if name == "no table":
+        call.block_table = None
+        return call, ArgumentError, ["block_table is missing"]
+    if name == "slopes dtype":
+        call.alibi_slopes = torch.zeros(6, dtype=torch.float64)
+        return call, DTypeError, ["alibi_slopes", "float64"]
+    if name == "sinks dtype":
+        call.sinks = torch.zeros(6, dtype=torch.bfloat16)
+        return call, DTypeError, ["sinks", "bfloat16"]
     call.k = call.v = torch.randn(50, 2, 64)
     call.seq_lens = call.block_table = None
     call.problem = replace(call.problem, layout="ragged", block_size=0)
@@ -74,6 +86,10 @@ FAULTS = [
     "past the rows",
     "key start",
     "index dtype",
+    "table dtype",
+    "no table",
+    "slopes dtype",
+    "sinks dtype",
     "ragged end",
     "ragged order",
 ]
@@ -165,6 +181,6 @@ def test_a_split_that_needs_too_much_memory_is_not_made() -> None:
     from pagetile.backends.cpu.tuning import plan_attend
 
     problem = replace(attend_call([1], [1]).problem, num_tokens=8192, max_q_len=8192, max_k_len=70000, num_splits=8)
-    plan = plan_attend(problem, threads=2, heads_adjacent=True)
+    plan = plan_attend(problem, threads=2, near_heads=2)
     assert plan.splits == 1
     assert "MiB" in dict(plan.why)["splits"]
