@@ -67,6 +67,12 @@ class CpuBackend:
         """Compile every kernel now; see :func:`pagetile.backends.cpu.warmup.warmup`."""
         return warmup()
 
+    def workspace_bytes(self, call: AttendCall) -> int:
+        """Bytes of ``workspace`` that an attention uses, by shapes and bounds alone."""
+        from pagetile.backends.cpu.attend import scratch_bytes
+
+        return scratch_bytes(call) if call.q.shape[1] else 0
+
     def plan(self, call: WriteCall | AttendCall):
         """The printable plan of a call: how it will be cut, and why."""
         if isinstance(call, WriteCall):

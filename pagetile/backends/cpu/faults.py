@@ -11,6 +11,7 @@ from torch import Tensor
 from pagetile.backends.cpu import params as P
 from pagetile.backends.protocol import AttendCall, WriteCall
 from pagetile.contracts.errors import ArgumentError, BlockTableError, DTypeError, PagetileError, SlotError
+from pagetile.contracts.geometry import blocks_held, slots_held
 
 
 def wide_index(name: str, tensor: Tensor) -> bool:
@@ -23,8 +24,8 @@ def wide_index(name: str, tensor: Tensor) -> bool:
 def slot_fault(call: WriteCall, row: int, value: int) -> PagetileError:
     num_blocks, block_size = call.key_cache.shape[:2]
     return SlotError(
-        f"slot_mapping[{row}] is {value}, but the cache has {num_blocks} blocks of {block_size}, so slots 0 to "
-        f"{num_blocks * block_size - 1}; use a negative slot for a row that must not be stored. Nothing was written"
+        f"slot_mapping[{row}] is {value}, but {slots_held(num_blocks, block_size)}; use a negative slot for a row that "
+        "must not be stored. Nothing was written"
     )
 
 
@@ -61,8 +62,8 @@ def _table_fault(call: AttendCall, code: int, row: int, column: int, value: int)
         )
     tokens = int(call.seq_lens[row]) if call.seq_lens is not None else 0
     return BlockTableError(
-        f"block_table[{row}, {column}] is {value}, but the cache has {num_blocks} blocks, so ids 0 to "
-        f"{num_blocks - 1}; sequence {row} has {tokens} tokens and needs {-(-tokens // block_size)} valid entries "
+        f"block_table[{row}, {column}] is {value}, but {blocks_held(num_blocks)}; sequence {row} has {tokens} tokens "
+        f"and needs {-(-tokens // block_size)} valid entries "
         f"(block size {block_size})"
     )
 
