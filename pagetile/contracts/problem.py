@@ -128,10 +128,98 @@ class MergeProblem:
         return f"merge {self.num_tokens} rows, {heads}, {self.dtype} on {self.device}"
 
 
-Problem = WriteProblem | AttendProblem | MergeProblem
+@dataclass(frozen=True, slots=True)
+class GatherProblem:
+    """Copy tokens out of a paged cache into rows that lie together, dequantised: a write the other way round.
+
+    Attributes:
+        device: ``cpu``, ``cuda``, ...
+        dtype: of the rows.
+        kind: what the cache holds, see :func:`pagetile.contracts.dtypes.storage_kind`.
+        num_tokens: rows to fill, an upper bound (negative slots are skipped).
+        scale: granularity of the scales; ``token_head`` is a scale for each row and head.
+    """
+
+    device: str
+    dtype: str
+    kind: str
+    num_tokens: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    block_size: int
+    scale: Granularity = "none"
+
+    def __str__(self) -> str:
+        return (
+            f"gather {self.num_tokens} tokens, {self.num_kv_heads} heads of {_size(self)}, {self.kind} blocks of "
+            f"{self.block_size} into {self.dtype} on {self.device}"
+        )
 
 
-def _size(problem: WriteProblem | AttendProblem) -> str:
+@dataclass(frozen=True, slots=True)
+class CopyProblem:
+    """Copy whole blocks inside caches.
+
+    Attributes:
+        device: ``cpu``, ``cuda``, ...
+        num_caches: tensors that each copy is done in (layers, K and V).
+        block_bytes: of one block of one of them.
+    """
+
+    device: str
+    num_caches: int
+    block_bytes: int
+
+    def __str__(self) -> str:
+        return f"copy blocks of {self.block_bytes} bytes in {self.num_caches} caches on {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedWriteProblem:
+    """Normalise and rotate queries and keys, and store keys and values, in one pass.
+
+    Attributes:
+        write: the write at the end of it.
+        num_q_heads: query heads.
+        rotary_size: channels that are rotated, the first ones of each head.
+        interleaved: neighbours are a pair; else channel i and ``i + rotary_size / 2``.
+        norm: queries and keys have a root-mean-square norm before.
+    """
+
+    write: WriteProblem
+    num_q_heads: int
+    rotary_size: int
+    interleaved: bool
+    norm: bool
+
+    @property
+    def device(self) -> str:
+        """Of the tensors."""
+        return self.write.device
+
+    @property
+    def dtype(self) -> str:
+        """Of queries, keys and values."""
+        return self.write.dtype
+
+    @property
+    def kind(self) -> str:
+        """What the cache holds."""
+        return self.write.kind
+
+    def __str__(self) -> str:
+        pairs = "interleaved" if self.interleaved else "half-split"
+        return (
+            f"{'normalise, ' if self.norm else ''}rotate {self.rotary_size} channels ({pairs}) of {self.num_q_heads} "
+            f"query heads, and {self.write}"
+        )
+
+
+Problem = WriteProblem | AttendProblem | MergeProblem | GatherProblem | CopyProblem | FusedWriteProblem
+
+
+def _size(problem: WriteProblem | AttendProblem | GatherProblem) -> str:
     if problem.head_size == problem.head_size_v:
         return str(problem.head_size)
     return f"{problem.head_size}/{problem.head_size_v}"
