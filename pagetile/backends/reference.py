@@ -5,12 +5,19 @@ The truth itself is :mod:`pagetile.reference`; this file only unpacks the calls.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pagetile import reference
 from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
+from pagetile.backends.verbs import PARTITION_KEYS, CopyCall, FusedWriteCall, GatherCall, PartitionedCall
 from pagetile.contracts.dtypes import FLOATING
-from pagetile.contracts.problem import MergeProblem, Problem
+from pagetile.contracts.problem import CopyProblem, FusedWriteProblem, MergeProblem, Problem
+from pagetile.reference.blocks import copy_levels
 from pagetile.reference.checks import check_bound
+from pagetile.reference.gather import gather_rows
+from pagetile.reference.legacy import add_partitions, attend_partitions
 from pagetile.reference.quantise import is_quantised
+from pagetile.reference.rope import normalise_and_rotate
 
 
 class ReferenceBackend:
@@ -21,6 +28,8 @@ class ReferenceBackend:
     def why_not(self, problem: Problem) -> list[str]:
         """Every reason why the reference cannot take the problem; it takes all that the contract allows."""
         reasons = []
+        if isinstance(problem, CopyProblem):
+            return reasons
         if problem.dtype not in (*FLOATING, "float64"):
             reasons.append(f"dtype {problem.dtype} is not one of {', '.join(FLOATING)}, float64")
         if isinstance(problem, MergeProblem):
@@ -28,7 +37,8 @@ class ReferenceBackend:
         if not is_quantised(problem.kind):
             if problem.kind != problem.dtype:
                 reasons.append(f"{problem.dtype} with a cache of {problem.kind}; both must have one dtype")
-            if problem.scale != "none":
+            scale = problem.write.scale if isinstance(problem, FusedWriteProblem) else problem.scale
+            if scale != "none":
                 reasons.append(f"a scale with a cache of {problem.kind}; only fp8 and int8 caches have scales")
         return reasons
 
@@ -49,6 +59,9 @@ class ReferenceBackend:
 
     def attend(self, call: AttendCall) -> None:
         """Fill ``out`` and ``lse``; see :func:`pagetile.reference.attend`."""
+        if isinstance(call, PartitionedCall):
+            self._attend_partitions(call)
+            return
         state = reference.attend(
             call.q,
             call.k,
@@ -84,3 +97,61 @@ class ReferenceBackend:
         call.out.copy_(state.out)
         if call.out_lse is not None:
             call.out_lse.copy_(state.lse)
+
+    def _attend_partitions(self, call: PartitionedCall) -> None:
+        """See :func:`pagetile.reference.legacy.attend_partitions`."""
+        exp_sums, max_logits, tmp_out = call.exp_sums, call.max_logits, call.tmp_out
+        assert call.block_table is not None
+        assert call.seq_lens is not None
+        assert exp_sums is not None
+        assert max_logits is not None
+        assert tmp_out is not None
+        check_bound("keys", call.seq_lens, "max_k_len", call.problem.max_k_len)
+        made = attend_partitions(
+            call.q,
+            call.k,
+            call.v,
+            call.block_table,
+            call.seq_lens,
+            scale=call.scale,
+            size=PARTITION_KEYS,
+            count=exp_sums.shape[2],
+            alibi_slopes=call.alibi_slopes,
+            k_scale=call.k_scale,
+            v_scale=call.v_scale,
+            kind=call.problem.kind,
+            layout=call.problem.layout,
+        )
+        exp_sums.copy_(made.exp_sums)
+        max_logits.copy_(made.max_logits)
+        tmp_out.copy_(made.tmp_out)
+        call.out.copy_(add_partitions(exp_sums, max_logits, tmp_out))
+
+    def gather(self, call: GatherCall) -> None:
+        """Copy tokens out of the caches; see :func:`pagetile.reference.gather.gather_rows`."""
+        gather_rows(
+            call.key_cache,
+            call.value_cache,
+            call.slots,
+            call.key,
+            call.value,
+            kind=call.problem.kind,
+            k_scale=call.k_scale,
+            v_scale=call.v_scale,
+        )
+
+    def copy_blocks(self, call: CopyCall) -> None:
+        """Copy blocks; see :func:`pagetile.reference.blocks.copy_levels`."""
+        copy_levels(call.caches, call.spares, call.levels)
+
+    def fused_write(self, call: FusedWriteCall) -> None:
+        """Normalise, rotate and store; see :func:`pagetile.reference.rope.normalise_and_rotate`."""
+        how = {"interleaved": call.problem.interleaved, "eps": call.eps}
+        turn = (call.positions, call.cos, call.sin)
+        write = call.write
+        query = normalise_and_rotate(call.query, *turn, weight=call.q_weight, **how)
+        key = normalise_and_rotate(write.key, *turn, weight=call.k_weight, **how)
+        self.write(replace(write, key=key))
+        call.query_out.copy_(query)
+        if call.key_out is not None:
+            call.key_out.copy_(key)
