@@ -1,6 +1,6 @@
 """What recording a run costs: 32 requests of 64 new tokens, with and without a recorder, turn about in one process.
 
-    python -m benchmarks.recording [--requests 32] [--tokens 64] [--rounds 3] [--model PATH]
+    python -m benchmarks.recording [--requests 32] [--tokens 64] [--rounds 3] [--model PATH] [--page run.html]
 
 Prints the medians of wall and processor time and their ratios, and the size of the page. The model is SmolLM2-135M by
 default; the prefix cache is off, so that every turn computes the same.
@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 
 from pagetile.engine import LLM, SamplingParams
 from pagetile.inspect.recorder import Recorder
 from pagetile.inspect.run import Run
-from pagetile.inspect.view import page
+from pagetile.inspect.view import page, write_page
 
 SENTENCES = (
     "Explain in two sentences why the sky is blue.",
@@ -32,6 +33,7 @@ def main() -> None:
     parse.add_argument("--tokens", type=int, default=64)
     parse.add_argument("--rounds", type=int, default=3)
     parse.add_argument("--model", default=None)
+    parse.add_argument("--page", type=Path, default=None, help="where to write the page of the last recorded run")
     asked = parse.parse_args()
 
     llm = LLM(asked.model, num_blocks=asked.requests * 16, max_num_seqs=asked.requests, prefix_cache=False)
@@ -62,6 +64,8 @@ def main() -> None:
         print(f"{what:>9}: plain {plain:.2f} s, recorded {with_recorder:.2f} s, ratio {with_recorder / plain:.3f}")
     if run is not None:
         print(f"page: {len(page(run).encode()) / 1e6:.3f} MB for {len(run.steps)} steps")
+        if asked.page is not None:
+            write_page(run, asked.page)
 
 
 if __name__ == "__main__":
