@@ -56,6 +56,10 @@ class Sizes:
     def __getitem__(self, axis: str) -> int:
         return self._known[axis][0]
 
+    def said_by(self, axis: str) -> str:
+        """Name of the tensor that fixed ``axis``."""
+        return self._known[axis][1]
+
     def fix(self, axis: str, size: int, name: str) -> None:
         """Let ``axis`` be ``size`` because ``name`` says so."""
         self._known[axis] = (size, name)

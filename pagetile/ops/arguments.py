@@ -74,11 +74,6 @@ def check_keys(k: Any, cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> N
             raise ArgumentError(
                 "block_table and cu_seqlens_k are both given; paged keys have seqused_k, ragged keys cu_seqlens_k"
             )
-        if k.dim() == 5:
-            raise UnsupportedError(
-                f"k has 5 axes {list(k.shape)}, the x-packed layout [NB, Hkv, D/x, BS, x], which is not implemented; "
-                "pass a cache [NB, BS, Hkv, D]"
-            )
         return
     if seqused_k is not None:
         raise ArgumentError("seqused_k is given without block_table; ragged keys have cu_seqlens_k, paged ones a table")

@@ -38,6 +38,7 @@ from pagetile.ops.dispatch import select
 from pagetile.ops.overlap import Apart
 from pagetile.ops.plans import PLANS, Plan, tensor_key
 from pagetile.ops.scales import split_scale
+from pagetile.ops.xpacked import head_size_v
 
 
 def flash_attn_varlen_func(
@@ -80,8 +81,9 @@ def flash_attn_varlen_func(
         q: ``[T, Hq, D]`` float32, float16 or bfloat16, any strides with a contiguous last axis; the rows of sequence b
             are ``cu_seqlens_q[b]`` up to ``cu_seqlens_q[b + 1]``. Rows past ``cu_seqlens_q[-1]`` are neither read nor
             written.
-        k, v: with ``block_table`` the caches ``[NB, BS, Hkv, D]`` and ``[NB, BS, Hkv, Dv]``; without, ragged
-            ``[total_k, Hkv, D]`` and ``[total_k, Hkv, Dv]``. dtype of ``q``, or quantised; strides each its own.
+        k, v: with ``block_table`` the caches ``[NB, BS, Hkv, D]`` and ``[NB, BS, Hkv, Dv]``, or x-packed
+            ``[NB, Hkv, D/x, BS, x]`` and ``[NB, Hkv, Dv, BS]``; without, ragged ``[total_k, Hkv, D]`` and
+            ``[total_k, Hkv, Dv]``. dtype of ``q``, or quantised; strides each its own.
         max_seqlen_q, max_seqlen_k: host ints, upper bounds of the lengths, of any size.
         cu_seqlens_q: int32 ``[B + 1]``. Other dtypes raise: converting would be a hidden kernel in every call.
         cu_seqlens_k: int32 ``[B + 1]``, ragged keys only.
@@ -170,7 +172,7 @@ def attend(args: AttendArgs) -> tuple[Tensor, Tensor | None]:
     q, out, lse = args.q, args.out, args.lse
     if out is not None or args.workspace is not None:
         if out is None:
-            out = q.new_empty((q.shape[0], q.shape[1], args.v.shape[-1]))
+            out = q.new_empty((q.shape[0], q.shape[1], head_size_v(args.v, args.k)))
         if args.with_lse and lse is None:
             lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         torch.ops.pagetile.attend_out(out, lse, args.workspace, *inputs)

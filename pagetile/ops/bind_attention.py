@@ -26,6 +26,7 @@ from pagetile.contracts.shapes import (
 )
 from pagetile.ops.checks import INDEX_DTYPES, finest, scale_granularity
 from pagetile.ops.write import aligned_strides, bind_kind
+from pagetile.ops.xpacked import Layout, bind_caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,17 @@ NAMES = {names.caller: names for names in (VARLEN, KVCACHE, KVCACHE_ROWS)}
 
 FEWEST_KEYS = 16
 MOST_SPLITS = 1024
+
+DECODE = Names(
+    "paged_attention",
+    q="query",
+    k="key_cache",
+    v="value_cache",
+    seq_lens="seq_lens",
+    block_table="block_tables",
+    max_k_len="max_seq_len",
+)
+NAMES[DECODE.caller] = DECODE
 
 
 def useful_splits(asked: int, max_k_len: int) -> int:
@@ -160,8 +172,9 @@ def bind_attend(args: AttendArgs, aligned: bool) -> AttendProblem:
     sizes = Sizes()
     sizes.bind(names.q, q, "T Hq D")
     kind = bind_kind(names.q, q, names.v, q, names.k, k, names.v, v, args.kv_cache_dtype)
+    layout = "ragged"
     if args.block_table is not None:
-        _bind_paged(args, names, sizes)
+        layout = _bind_paged(args, names, sizes)
     else:
         _bind_ragged(args, names, sizes)
     num_heads, num_kv_heads = sizes["Hq"], sizes["Hkv"]
@@ -202,7 +215,7 @@ def bind_attend(args: AttendArgs, aligned: bool) -> AttendProblem:
         device=q.device.type,
         dtype=dtype_name(q.dtype),
         kind=kind,
-        layout="paged" if args.block_table is not None else "ragged",
+        layout=layout,
         num_seqs=sizes["B"],
         num_tokens=num_tokens,
         max_q_len=max_q_len,
@@ -225,19 +238,17 @@ def bind_attend(args: AttendArgs, aligned: bool) -> AttendProblem:
     )
 
 
-def _bind_paged(args: AttendArgs, names: Names, sizes: Sizes) -> None:
+def _bind_paged(args: AttendArgs, names: Names, sizes: Sizes) -> Layout:
     table, lens = args.block_table, args.seq_lens
     assert table is not None
     assert lens is not None
-    sizes.bind(names.k, args.k, "NB BS Hkv D")
-    sizes.bind(names.v, args.v, "NB BS Hkv Dv")
-    if sizes["BS"] < 1:
-        raise ShapeError(f"{names.k}: axis 1 (BS) is 0, but a block holds at least one slot")
+    layout = bind_caches(sizes, names.k, args.k, names.v, args.v)
     sizes.bind(names.seq_lens, lens, "B")
     _bind_offsets(names.seq_lens, lens)
     sizes.bind(names.block_table, table, "B width")
     require_dtype(names.block_table, table, INDEX_DTYPES)
     require_contiguous_last(names.block_table, table)
+    return layout
 
 
 def _bind_ragged(args: AttendArgs, names: Names, sizes: Sizes) -> None:

@@ -35,6 +35,7 @@ from pagetile.ops.inplace import keep_in_place
 from pagetile.ops.merge import bind_merge, run_merge
 from pagetile.ops.scales import join_scale
 from pagetile.ops.write import bind_write, run_write
+from pagetile.ops.xpacked import head_size_v
 
 _ATTEND = (
     "Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor? seq_lens, Tensor? key_start_loc, "
@@ -193,7 +194,7 @@ def _attend_out(out: Tensor, lse: Tensor | None, workspace: Tensor | None, *args
 def _fake_outputs(call: AttendArgs) -> tuple[Tensor, Tensor]:
     bind_attend(call, aligned=True)
     rows, heads = call.q.shape[:2]
-    out = call.q.new_empty((rows, heads, call.v.shape[-1]))
+    out = call.q.new_empty((rows, heads, head_size_v(call.v, call.k)))
     return out, call.q.new_empty((heads, rows), dtype=torch.float32)
 
 

@@ -42,6 +42,7 @@ from pagetile.ops.dispatch import select
 from pagetile.ops.overlap import Apart
 from pagetile.ops.plans import PLANS, Plan, tensor_key
 from pagetile.ops.scales import split_scale
+from pagetile.ops.xpacked import bind_caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,16 +251,15 @@ def bind_write(
         require_device(name, tensor, names.key, key.device)
     sizes = Sizes()
     for (name, tensor), axes in zip(
-        tensors, ("T Hkv D", "T Hkv Dv", "NB BS Hkv D", "NB BS Hkv Dv", "slots"), strict=True
+        (tensors[0], tensors[1], tensors[4]), ("T Hkv D", "T Hkv Dv", "slots"), strict=True
     ):
         sizes.bind(name, tensor, axes)
+    layout = bind_caches(sizes, names.key_cache, key_cache, names.value_cache, value_cache)
     if sizes["slots"] > sizes["T"]:
         raise ShapeError(
             f"{names.slot_mapping}: axis 0 is {sizes['slots']}, but {names.key} has only T = {sizes['T']} rows; "
             f"pass at most one slot for each row of {names.key}"
         )
-    if sizes["BS"] < 1:
-        raise ShapeError(f"{names.key_cache}: axis 1 (BS) is 0, but a block holds at least one slot")
     require_dtype(names.slot_mapping, slot_mapping, INDEX_DTYPES)
     for name, tensor in tensors[:4]:
         require_contiguous_last(name, tensor)
@@ -277,7 +277,7 @@ def bind_write(
         device=key.device.type,
         dtype=dtype_name(key.dtype),
         kind=kind,
-        layout="paged",
+        layout=layout,
         num_tokens=sizes["slots"],
         num_kv_heads=sizes["Hkv"],
         head_size=sizes["D"],
