@@ -15,6 +15,7 @@ from pagetile.contracts.errors import ArgumentError, DTypeError, ShapeError, Uns
 from pagetile.contracts.problem import Granularity
 from pagetile.contracts.shapes import require_device, require_dtype, require_tensor
 from pagetile.contracts.visibility import FARTHEST
+from pagetile.ops.quantised import refuse_nan
 
 QUANTISED = ("fp8_e4m3", "fp8_e5m2", "int8")
 """Kinds of cache whose elements mean something only together with a scale."""
@@ -74,21 +75,24 @@ def check_validate(validate: bool | str) -> None:
 
 
 def check_values(backend: Backend, call: WriteCall | AttendCall) -> None:
-    """``validate=True``: look at every slot or block id before the op. On the CPU the op itself does.
+    """``validate=True``: look at every slot or block id before the op (on the CPU the op itself does), and for NaN
+    among what int8 is to store.
 
     Raises:
+        ArgumentError: a NaN that would become 0; nothing has been written.
         SlotError, BlockTableError: a value outside the cache; nothing has been written.
         UnsupportedError: the backend cannot look, or a CUDA graph is being captured.
     """
-    if call.problem.device == "cpu":
-        return
-    check = getattr(backend, "check", None)
-    if check is None:
-        raise UnsupportedError(
-            f"validate=True: the backend {backend.name} cannot check values on {call.problem.device}; "
-            "pass validate=False, or take a backend that can"
-        )
-    check(call)
+    if call.problem.device != "cpu":
+        check = getattr(backend, "check", None)
+        if check is None:
+            raise UnsupportedError(
+                f"validate=True: the backend {backend.name} cannot check values on {call.problem.device}; "
+                "pass validate=False, or take a backend that can"
+            )
+        check(call)
+    if isinstance(call, WriteCall) and call.problem.kind == "int8":
+        refuse_nan(call)
 
 
 def refuse_odd(tensors: Iterable[tuple[str, Any]]) -> None:

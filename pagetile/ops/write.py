@@ -41,6 +41,7 @@ from pagetile.ops.checks import (
 from pagetile.ops.dispatch import select
 from pagetile.ops.overlap import Apart
 from pagetile.ops.plans import PLANS, Plan, tensor_key
+from pagetile.ops.quantised import check_scale
 from pagetile.ops.scales import split_scale
 from pagetile.ops.xpacked import bind_caches
 
@@ -161,7 +162,7 @@ def write_call(
     """What the backend will be asked.
 
     Raises:
-        ArgumentError: a scale other than 1 for a cache that is not quantised.
+        ArgumentError: a scale other than 1 for a cache that is not quantised; on the CPU, one that is not above 0.
     """
     problem = plan.problem
     if problem.kind not in QUANTISED:
@@ -170,6 +171,9 @@ def write_call(
         if v_scale is not None:
             unit_scale(names.v_scale, v_scale, problem.kind)
         k_scale = v_scale = None
+    else:
+        check_scale(names.k_scale, k_scale)
+        check_scale(names.v_scale, v_scale)
     return WriteCall(problem, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
