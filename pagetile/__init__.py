@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from pagetile.contracts.visibility import window_from_sliding
     from pagetile.engine import LLM, Engine, SamplingParams
     from pagetile.ops import (
+        convert_fp8,
         flash_attn_varlen_func,
         flash_attn_with_kvcache,
         merge_attn_states,
         raise_deferred,
         reshape_and_cache_flash,
+        reshape_and_cache_flash_per_token_head,
+        shared_prefix_attention,
     )
 
 __version__ = "0.1.0"
@@ -56,11 +59,14 @@ _HOMES = {
     "pagetile.contracts.visibility": ("window_from_sliding",),
     "pagetile.engine": ("LLM", "Engine", "SamplingParams"),
     "pagetile.ops": (
+        "convert_fp8",
         "flash_attn_varlen_func",
         "flash_attn_with_kvcache",
         "merge_attn_states",
         "raise_deferred",
         "reshape_and_cache_flash",
+        "reshape_and_cache_flash_per_token_head",
+        "shared_prefix_attention",
     ),
 }
 """Module -> the public names that live there."""
@@ -87,11 +93,14 @@ __all__ = [
     "State",
     "UnsupportedError",
     "build_metadata",
+    "convert_fp8",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "merge_attn_states",
     "raise_deferred",
     "reshape_and_cache_flash",
+    "reshape_and_cache_flash_per_token_head",
+    "shared_prefix_attention",
     "window_from_sliding",
 ]
 

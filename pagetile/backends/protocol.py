@@ -82,7 +82,8 @@ class AttendCall:
 class MergeCall:
     """Tensors of one merge: ``out`` and both inputs ``[T, H, D]``, log-sum-exps float32 ``[H, T]``, any strides.
 
-    ``out`` may be one of the inputs. ``out_lse`` may be None.
+    ``out`` may be one of the inputs. ``out_lse`` may be None. ``query_start_loc``: int32 ``[B + 1]``, contiguous, or
+    None; with it, rows from its last element on belong to nobody and stay as they are.
     """
 
     problem: MergeProblem
@@ -92,10 +93,22 @@ class MergeCall:
     a_lse: Tensor
     b: Tensor
     b_lse: Tensor
+    query_start_loc: Tensor | None = None
 
 
 class Backend(Protocol):
-    """Three verbs over one storage."""
+    """Three verbs over one storage.
+
+    A backend may have more, and ``ops`` asks for each by name:
+
+    ``workspace_bytes(call: AttendCall) -> int``
+        Bytes of ``call.workspace`` that :meth:`attend` uses, by shapes and bounds alone; a smaller workspace raises
+        before anything is written. Without it, a workspace is taken as large enough.
+    ``check(call: WriteCall | AttendCall) -> None``
+        ``validate=True`` away from the CPU: look at the values, wait, raise. Without it, that argument raises.
+    ``raise_deferred(device: torch.device | None) -> None``
+        Report what kernels have found wrong since; see :func:`pagetile.raise_deferred`.
+    """
 
     name: str
 

@@ -94,9 +94,10 @@ class ReferenceBackend:
     def merge(self, call: MergeCall) -> None:
         """Fill ``out`` and ``out_lse``; see :func:`pagetile.reference.merge`."""
         state = reference.merge(call.a, call.a_lse, call.b, call.b_lse)
-        call.out.copy_(state.out)
+        rows = len(state.out) if call.query_start_loc is None else int(call.query_start_loc[-1])
+        call.out[:rows].copy_(state.out[:rows])
         if call.out_lse is not None:
-            call.out_lse.copy_(state.lse)
+            call.out_lse[:, :rows].copy_(state.lse[:, :rows])
 
     def _attend_partitions(self, call: PartitionedCall) -> None:
         """See :func:`pagetile.reference.legacy.attend_partitions`."""

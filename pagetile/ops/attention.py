@@ -18,7 +18,7 @@ from pagetile.contracts.problem import AttendProblem
 from pagetile.contracts.shapes import require_tensor
 from pagetile.ops.append import check_lengths_and_table
 from pagetile.ops.arguments import check_keys, check_softcap, default_scale, float_sinks, fold_window, refuse_training
-from pagetile.ops.bind_attention import VARLEN, AttendArgs, bind_attend
+from pagetile.ops.bind_attention import KVCACHE, KVCACHE_ROWS, AttendArgs, bind_attend
 from pagetile.ops.checks import (
     QUANTISED,
     bump_version,
@@ -37,6 +37,7 @@ from pagetile.ops.checks import (
 from pagetile.ops.dispatch import select
 from pagetile.ops.overlap import Apart
 from pagetile.ops.plans import PLANS, Plan, tensor_key
+from pagetile.ops.quantised import check_scale
 from pagetile.ops.scales import split_scale
 from pagetile.ops.xpacked import head_size_v
 
@@ -332,7 +333,7 @@ def restate(error: PagetileError, call: AttendCall, args: AttendArgs) -> None:
     ``flash_attn_with_kvcache`` gives no bounds, and maybe no table: there a bad value is looked up again.
     """
     names, table, lens = args.names, call.block_table, call.seq_lens
-    if names.caller != VARLEN.caller and isinstance(error, ArgumentError | BlockTableError) and call.q.is_cpu:
+    if names in (KVCACHE, KVCACHE_ROWS) and isinstance(error, ArgumentError | BlockTableError) and call.q.is_cpu:
         assert table is not None
         assert lens is not None
         check_lengths_and_table(lens, table, 0, call.k.shape[0], call.k.shape[1], names.block_table)
@@ -343,9 +344,11 @@ def scales_of(problem: AttendProblem, args: AttendArgs) -> tuple[Scale, Scale]:
     """The scales that the cache has: those given, or none where it is not quantised.
 
     Raises:
-        ArgumentError: a scale other than 1 for a cache that is not quantised.
+        ArgumentError: a scale other than 1 for a cache that is not quantised; on the CPU, one that is not above 0.
     """
     if problem.kind in QUANTISED:
+        check_scale("k_descale", args.k_scale)
+        check_scale("v_descale", args.v_scale)
         return args.k_scale, args.v_scale
     if args.k_scale is not None:
         unit_scale("k_descale", args.k_scale, problem.kind)

@@ -69,7 +69,15 @@ KVCACHE = Names(
     "flash_attn_with_kvcache", k="k_cache", v="v_cache", seq_lens="cache_seqlens", key_starts="cache_leftpad"
 )
 KVCACHE_ROWS = replace(KVCACHE, caller="flash_attn_with_kvcache, a row a sequence", block_table="cache_batch_idx")
-NAMES = {names.caller: names for names in (VARLEN, KVCACHE, KVCACHE_ROWS)}
+SUFFIX = Names("shared_prefix_attention", k="k_cache", v="v_cache")
+PREFIX = replace(
+    SUFFIX,
+    caller="shared_prefix_attention, the prefix",
+    seq_lens="prefix_len",
+    block_table="prefix_table",
+    max_k_len="the room of prefix_table",
+)
+NAMES = {names.caller: names for names in (VARLEN, KVCACHE, KVCACHE_ROWS, SUFFIX, PREFIX)}
 
 FEWEST_KEYS = 16
 MOST_SPLITS = 1024

@@ -37,7 +37,7 @@ from pagetile.ops.scales import join_scale
 from pagetile.ops.write import bind_write, run_write
 from pagetile.ops.xpacked import head_size_v
 
-_ATTEND = (
+ATTEND = (
     "Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor? seq_lens, Tensor? key_start_loc, "
     "Tensor? block_table, SymInt max_q_len, SymInt max_k_len, float scale, SymInt window_left=-1, "
     "SymInt window_right=-1, float softcap=0.0, Tensor? key_starts=None, Tensor? alibi_slopes=None, "
@@ -45,6 +45,7 @@ _ATTEND = (
     "float? v_scale_value=None, str kv_cache_dtype='auto', int num_splits=0, bool batch_invariant=False, "
     "str backend='auto', str validate='False', str caller='flash_attn_varlen_func'"
 )
+"""What every attention operator takes after its outputs."""
 
 SCHEMAS = {
     "write": (
@@ -52,14 +53,14 @@ SCHEMAS = {
         "str kv_cache_dtype='auto', Tensor? k_scale=None, Tensor? v_scale=None, float? k_scale_value=None, "
         "float? v_scale_value=None, str backend='auto', str validate='False') -> ()"
     ),
-    "attend": f"({_ATTEND}) -> Tensor",
-    "attend_lse": f"({_ATTEND}) -> (Tensor, Tensor)",
-    "attend_out": f"(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, {_ATTEND}) -> ()",
+    "attend": f"({ATTEND}) -> Tensor",
+    "attend_lse": f"({ATTEND}) -> (Tensor, Tensor)",
+    "attend_out": f"(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, {ATTEND}) -> ()",
     "append_slots": (
         "(Tensor seq_lens, Tensor block_table, SymInt num_new, SymInt num_blocks, SymInt block_size, "
         "Tensor? leftpad=None, SymInt rotary_rows=-1, SymInt rotary_span=0, str table_name='block_table') -> Tensor"
     ),
-    "admit": f"(Tensor slots, Tensor? workspace, bool with_lse, {_ATTEND}) -> Tensor",
+    "admit": f"(Tensor slots, Tensor? workspace, bool with_lse, {ATTEND}) -> Tensor",
     "merge_out": (
         "(Tensor(a!) output, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse, "
         "Tensor(b!)? output_lse=None, str backend='auto') -> ()"
@@ -117,7 +118,7 @@ def _write_fake(
     bind_write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k, v, aligned=True)
 
 
-def _attend_args(
+def attend_args(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -145,6 +146,7 @@ def _attend_args(
     validate: str = "False",
     caller: str = VARLEN.caller,
 ) -> AttendArgs:
+    """The arguments of an attention from those of its operator."""
     check_keys(k, key_start_loc, seq_lens, block_table)
     return AttendArgs(
         out=None,
@@ -176,11 +178,11 @@ def _attend_args(
 
 
 def _attend(*args: Any, **kwargs: Any) -> Tensor:
-    return run_attend(_attend_args(*args, **kwargs))[0]
+    return run_attend(attend_args(*args, **kwargs))[0]
 
 
 def _attend_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    call = _attend_args(*args, **kwargs)
+    call = attend_args(*args, **kwargs)
     call.with_lse = True
     out, lse = run_attend(call)
     assert lse is not None
@@ -188,10 +190,11 @@ def _attend_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attend_out(out: Tensor, lse: Tensor | None, workspace: Tensor | None, *args: Any, **kwargs: Any) -> None:
-    run_attend(with_outputs(_attend_args(*args, **kwargs), out, lse, workspace))
+    run_attend(with_outputs(attend_args(*args, **kwargs), out, lse, workspace))
 
 
-def _fake_outputs(call: AttendArgs) -> tuple[Tensor, Tensor]:
+def fake_outputs(call: AttendArgs) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse`` without memory, after holding the tensors to each other."""
     bind_attend(call, aligned=True)
     rows, heads = call.q.shape[:2]
     out = call.q.new_empty((rows, heads, head_size_v(call.v, call.k)))
@@ -199,24 +202,24 @@ def _fake_outputs(call: AttendArgs) -> tuple[Tensor, Tensor]:
 
 
 def _attend_fake(*args: Any, **kwargs: Any) -> Tensor:
-    return _fake_outputs(_attend_args(*args, **kwargs))[0]
+    return fake_outputs(attend_args(*args, **kwargs))[0]
 
 
 def _attend_lse_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return _fake_outputs(_attend_args(*args, **kwargs))
+    return fake_outputs(attend_args(*args, **kwargs))
 
 
 def _attend_out_fake(out: Tensor, lse: Tensor | None, workspace: Tensor | None, *args: Any, **kwargs: Any) -> None:
-    bind_attend(with_outputs(_attend_args(*args, **kwargs), out, lse, workspace), aligned=True)
+    bind_attend(with_outputs(attend_args(*args, **kwargs), out, lse, workspace), aligned=True)
 
 
 def _admit(slots: Tensor, workspace: Tensor | None, with_lse: bool, *args: Any, **kwargs: Any) -> Tensor:
-    admit_attend(replace(_attend_args(*args, **kwargs), workspace=workspace, with_lse=with_lse))
+    admit_attend(replace(attend_args(*args, **kwargs), workspace=workspace, with_lse=with_lse))
     return slots.clone()
 
 
 def _admit_fake(slots: Tensor, workspace: Tensor | None, with_lse: bool, *args: Any, **kwargs: Any) -> Tensor:
-    bind_attend(replace(_attend_args(*args, **kwargs), workspace=workspace, with_lse=with_lse), aligned=True)
+    bind_attend(replace(attend_args(*args, **kwargs), workspace=workspace, with_lse=with_lse), aligned=True)
     return torch.empty_like(slots)
 
 

@@ -85,24 +85,42 @@ def run_merge(
     validate: bool | str = False,
 ) -> None:
     """Validate, dispatch and run a merge on plain tensors."""
-    tensors = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+    states = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
     if torch.is_grad_enabled():
-        check_no_grad(_named(*tensors))
+        check_no_grad(_named(*states))
     if validate is not False:
         check_validate(validate)
+    plan, addresses = plan_merge(states, backend)
+    plan.apart.check(addresses, states, _NAMES)
+    merge_planned(plan, states)
+
+
+States = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""``output``, ``prefix_output``, ``prefix_lse``, ``suffix_output``, ``suffix_lse``, ``output_lse``."""
+
+
+def plan_merge(states: States, backend: str | Backend) -> tuple[Plan[MergeProblem], tuple[int, ...]]:
+    """The validated problem with its backend, and the addresses of the tensors."""
     try:
-        plan_key = ("merge", *[tensor_key(tensor) for tensor in tensors], backend)
+        plan_key = ("merge", *[tensor_key(tensor) for tensor in states], backend)
+        addresses = tuple([0 if tensor is None else tensor.data_ptr() for tensor in states])
     except RuntimeError:  # sparse and nested tensors have no strides
-        refuse_odd(_named(*tensors))
+        refuse_odd(_named(*states))
         raise
     plan: Plan[MergeProblem] | None = PLANS.get(plan_key)
     if plan is None:
-        problem = bind_merge(*tensors)
-        plan = PLANS.put(plan_key, Plan(problem, select(problem, backend), Apart(tensors, _APART)))
-    addresses = tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
-    plan.apart.check(addresses, tensors, _NAMES)
+        problem = bind_merge(*states)
+        plan = PLANS.put(plan_key, Plan(problem, select(problem, backend), Apart(states, _APART)))
+    return plan, addresses
+
+
+def merge_planned(plan: Plan[MergeProblem], states: States, query_start_loc: Tensor | None = None) -> None:
+    """Run a planned merge; with ``query_start_loc`` rows from its last element on stay as they are."""
+    output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse = states
     plan.backend.merge(
-        MergeCall(plan.problem, output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
+        MergeCall(
+            plan.problem, output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse, query_start_loc
+        )
     )
     if torch.is_grad_enabled():
         bump_version(output)

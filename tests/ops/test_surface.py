@@ -32,11 +32,14 @@ SURFACE = [
     "State",
     "UnsupportedError",
     "build_metadata",
+    "convert_fp8",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "merge_attn_states",
     "raise_deferred",
     "reshape_and_cache_flash",
+    "reshape_and_cache_flash_per_token_head",
+    "shared_prefix_attention",
     "window_from_sliding",
 ]
 """Changing this list is changing what people's programs are written against."""
@@ -50,6 +53,12 @@ SIGNATURES = {
         {"kv_cache_dtype": "auto", "k_scale": None, "v_scale": None},
         OURS,
     ),
+    "reshape_and_cache_flash_per_token_head": (
+        "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale_cache v_scale_cache",
+        {},
+        OURS,
+    ),
+    "convert_fp8": ("dst src", {"scale": 1.0, "kv_dtype": "fp8_e4m3"}, {}),
     "flash_attn_varlen_func": (
         "q k v max_seqlen_q cu_seqlens_q max_seqlen_k",
         {
@@ -97,6 +106,23 @@ SIGNATURES = {
             "return_softmax_lse": False,
             "k_descale": None,
             "v_descale": None,
+            "s_aux": None,
+        },
+        ATTENTION,
+    ),
+    "shared_prefix_attention": (
+        "q k_cache v_cache cu_seqlens_q max_seqlen_q prefix_table prefix_len block_table seqused_k max_seqlen_k",
+        {
+            "softmax_scale": None,
+            "causal": True,
+            "window_size": None,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+            "return_softmax_lse": False,
+            "out": None,
+            "k_descale": None,
+            "v_descale": None,
+            "num_splits": 0,
             "s_aux": None,
         },
         ATTENTION,

@@ -15,6 +15,8 @@ from pagetile.contracts.dtypes import dtype_name
 def merge(call: MergeCall) -> None:
     """Fill ``out`` and ``out_lse`` with the sum of two states."""
     rows, heads, size = call.out.shape
+    if call.query_start_loc is not None:
+        rows = min(rows, int(call.query_start_loc[-1]))
     if not rows * heads:
         return
     threads, chunk = merge_cut(rows * heads, size, available_threads())

@@ -148,9 +148,10 @@ class TritonBackend:
         """Fill ``out`` (and ``out_lse``): the sum of two states."""
         if not call.out.shape[0] or not call.out.shape[1]:
             return
-        out_lse = call.out_lse
+        out_lse, loc = call.out_lse, call.query_start_loc
         name = (
-            id(call.problem), call.out.stride(), call.a.stride(), call.b.stride(), call.out.shape,
+            id(call.problem), None if loc is None else loc.shape[0], call.out.stride(), call.a.stride(),
+            call.b.stride(), call.out.shape,
             None if out_lse is None else out_lse.stride(), call.a_lse.stride(), call.b_lse.stride(),
             call.a.dtype, call.b.dtype, call.out.dtype, call.out.device,
         )  # fmt: skip
@@ -161,7 +162,8 @@ class TritonBackend:
 
             found = kept.put(name, (call.problem, merge_launch(call)))
         lse = call.a_lse if out_lse is None else out_lse
-        self._on(call.out.device, found[1], call.out, lse, call.a, call.a_lse, call.b, call.b_lse)
+        ends = call.a_lse if loc is None else loc
+        self._on(call.out.device, found[1], call.out, lse, call.a, call.a_lse, call.b, call.b_lse, ends)
 
     def slots_on_device(
         self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_size: int, num_tokens: int,

@@ -383,8 +383,14 @@ def merge_launch(call: MergeCall) -> Launch:
     rows, width, warps = plan_merge(problem)
     out_lse = call.out_lse.stride() if call.out_lse is not None else (0, 0)
     scalars = (
-        *call.out.stride()[:2], *out_lse, *call.a.stride()[:2], *call.a_lse.stride(), *call.b.stride()[:2],
-        *call.b_lse.stride(), num_rows,
+        *call.out.stride(), *out_lse, *call.a.stride(), *call.a_lse.stride(), *call.b.stride(), *call.b_lse.stride(),
+        num_rows, 0 if call.query_start_loc is None else call.query_start_loc.shape[0] - 1,
     )  # fmt: skip
-    constants = {"D": problem.head_size, "ROWS": rows, "WIDTH": width, "LSE": call.out_lse is not None}
+    constants = {
+        "D": problem.head_size,
+        "ROWS": rows,
+        "WIDTH": width,
+        "LSE": call.out_lse is not None,
+        "BOUNDED": call.query_start_loc is not None,
+    }
     return Launch(merge_kernel, (-(-num_rows // rows), heads, 1), scalars, constants, num_warps=warps)
