@@ -16,6 +16,7 @@ FLOORS = {
     "backends": 2,
     "ops": 3,
     "cache": 4,
+    "compat": 4,
     "engine": 5,
     "integrations": 6,
     "distributed": 6,
