@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 FLOATING = ("float32", "float16", "bfloat16")
 """Dtypes of queries, keys, values and outputs on every backend (the reference also takes float64)."""
 
+QUANTISED = ("fp8_e4m3", "fp8_e5m2", "int8")
+"""Kinds of cache whose elements mean something only together with a scale."""
+
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 """Values of ``kv_cache_dtype=``. ``auto``: the cache has the dtype of key and value, or names its own kind."""
 

@@ -9,8 +9,8 @@ import importlib.util
 
 from pagetile.backends.cpu.warmup import Compiled, warmup
 from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
-from pagetile.contracts.dtypes import FLOATING
-from pagetile.contracts.problem import MergeProblem, Problem
+from pagetile.contracts.dtypes import FLOATING, QUANTISED
+from pagetile.contracts.problem import MergeProblem, Problem, WriteProblem
 
 
 class CpuBackend:
@@ -37,16 +37,23 @@ class CpuBackend:
             return reasons
         if problem.layout == "xpacked":
             reasons.append("layout xpacked ([NB, Hkv, D/x, BS, x]) is not implemented on the CPU; use a strided cache")
+        if isinstance(problem, WriteProblem) and problem.kind in QUANTISED:
+            return reasons
         if problem.kind != problem.dtype:
-            quantised = problem.kind not in (*FLOATING, "float64")
-            what = "a quantised cache" if quantised else "a cache of another dtype"
+            what = "reading a quantised cache" if problem.kind in QUANTISED else "a cache of another dtype"
             reasons.append(f"{what} ({problem.kind}) under {problem.dtype} is not implemented on the CPU")
         if problem.scale != "none":
             reasons.append(f"a scale (of granularity {problem.scale}) is not implemented on the CPU")
         return reasons
 
     def write(self, call: WriteCall) -> None:
-        """Store keys and values at their slots; see :func:`pagetile.backends.cpu.write.write`."""
+        """Store keys and values at their slots; see :func:`pagetile.backends.cpu.write.write` and, for quantised caches,
+        :func:`pagetile.backends.cpu.quantise.write_quantised`."""
+        if call.problem.kind in QUANTISED:
+            from pagetile.backends.cpu.quantise import write_quantised
+
+            write_quantised(call)
+            return
         from pagetile.backends.cpu.write import write
 
         write(call)

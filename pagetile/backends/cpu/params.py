@@ -55,7 +55,14 @@ ATTEND_SLOTS = 90
     W_K_FROM, W_K_FROM_ROW, W_K_FROM_SPAN, W_K_TO, W_K_TO_BLOCK, W_K_TO_TOKEN, W_K_TO_SPAN, W_K_SPANS, W_K_BYTES,
     W_V_FROM, W_V_FROM_ROW, W_V_FROM_SPAN, W_V_TO, W_V_TO_BLOCK, W_V_TO_TOKEN, W_V_TO_SPAN, W_V_SPANS, W_V_BYTES,
 ) = range(4, 30)
-WRITE_SLOTS = 30
+
+(   # quantised write: the slots of a write, and these
+    W_DTYPE, W_KIND, W_OWN_SCALES,                  # codes; OWN: the scales are outputs, one a token and head
+    W_K_SIZE, W_V_SIZE,                             # elements of a span
+    W_K_SCALE, W_K_SCALE_BLOCK, W_K_SCALE_TOKEN, W_K_SCALE_SPAN,
+    W_V_SCALE, W_V_SCALE_BLOCK, W_V_SCALE_TOKEN, W_V_SCALE_SPAN,
+) = range(30, 43)
+WRITE_SLOTS = 43
 
 (   # merge
     M_TICKET, M_WORKER,
@@ -77,6 +84,10 @@ MERGE_SLOTS = 34
 # Codes of element dtypes.
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 DTYPE_CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+
+# Codes of what a quantised cache holds.
+FP8_E4M3, FP8_E5M2, INT8 = range(3)
+KIND_CODES = {"fp8_e4m3": FP8_E4M3, "fp8_e5m2": FP8_E5M2, "int8": INT8}
 
 # Fields of a task, int64 each: the rows are (KV heads) x (tokens) x (group), the keys those of whole segments.
 (T_SEQ, T_HEAD, T_HEADS, T_TOKEN, T_TOKENS, T_FIRST_SEGMENT, T_LAST_SEGMENT, T_PARTIAL) = range(8)

@@ -60,16 +60,16 @@ def copy_span(source, target, size):
 
 
 @inlined
-def _slot(block, row):
+def slot_of(block, row):
     slots, step = slot_value(block, P.W_SLOTS), slot_value(block, P.W_SLOT_STEP)
     return index_at(slots + row * step, 0, slot_value(block, P.W_WIDE))
 
 
 @inlined
-def _check_slots(block):
+def check_slots(block):
     limit = slot_value(block, P.W_LIMIT)
     for row in range(slot_value(block, P.W_COUNT)):
-        slot = _slot(block, row)
+        slot = slot_of(block, row)
         if slot >= limit:
             put_slot(block, P.ERROR_ROW, row)
             put_slot(block, P.ERROR_VALUE, slot)
@@ -84,7 +84,7 @@ def _copy_rows(block, first, last):
     k_spans, k_bytes = slot_value(block, P.W_K_SPANS), slot_value(block, P.W_K_BYTES)
     v_spans, v_bytes = slot_value(block, P.W_V_SPANS), slot_value(block, P.W_V_BYTES)
     for row in range(first, last):
-        slot = _slot(block, row)
+        slot = slot_of(block, row)
         if slot < 0:
             continue
         home = slot // block_size
@@ -121,12 +121,12 @@ def _copy_chunks(block):
 
 def write_check(block):
     """Look at every slot; the first bad one goes to the error slots."""
-    _check_slots(block)
+    check_slots(block)
 
 
 def write_serial(block):
     """Check, then copy every row on this thread."""
-    if _check_slots(block):
+    if check_slots(block):
         _copy_rows(block, 0, slot_value(block, P.W_COUNT))
 
 
