@@ -162,16 +162,3 @@ def test_the_values_of_a_scale_are_not_part_of_a_plan(batch: Any) -> None:
     k, _ = stored(batch, "fp8_e4m3", torch.tensor([4.0, 1.0]), None)
     assert len(PLANS) == plans
     torch.testing.assert_close(k[7, 0].float(), batch.key[0] / torch.tensor([[4.0], [1.0]]), rtol=0.07, atol=0.02)
-
-
-def test_a_backend_without_quantised_caches_says_so(batch: Any) -> None:
-    from pagetile.backends import registry
-    from pagetile.ops.dispatch import reasons
-
-    k, v = caches(torch.int8)
-    reshape_and_cache_flash(batch.key, batch.value, k, v, batch.slot_mapping, "int8", 0.1, 0.1)
-    problem = list(PLANS._plans.values())[-1].problem
-    assert problem.kind == "int8"
-    if not isinstance(registry.load("cpu"), str) and reasons(problem)["cpu"]:
-        with pytest.raises(pagetile.BackendError, match="int8"):
-            reshape_and_cache_flash(batch.key, batch.value, k, v, batch.slot_mapping, "int8", 0.1, 0.1, backend="cpu")

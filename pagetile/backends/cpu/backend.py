@@ -47,8 +47,11 @@ class CpuBackend:
         return reasons
 
     def write(self, call: WriteCall) -> None:
-        """Store keys and values at their slots; see :func:`pagetile.backends.cpu.write.write` and, for quantised caches,
-        :func:`pagetile.backends.cpu.quantise.write_quantised`."""
+        """Store keys and values at their slots.
+
+        See :func:`pagetile.backends.cpu.write.write`; for quantised caches
+        :func:`pagetile.backends.cpu.quantise.write_quantised`.
+        """
         if call.problem.kind in QUANTISED:
             from pagetile.backends.cpu.quantise import write_quantised
 
@@ -82,6 +85,10 @@ class CpuBackend:
 
     def plan(self, call: WriteCall | AttendCall):
         """The printable plan of a call: how it will be cut, and why."""
+        if isinstance(call, WriteCall) and call.problem.kind in QUANTISED:
+            from pagetile.backends.cpu.quantise import plan_for
+
+            return plan_for(call)
         if isinstance(call, WriteCall):
             from pagetile.backends.cpu.write import plan_for
 

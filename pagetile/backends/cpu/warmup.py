@@ -25,12 +25,26 @@ def warmup() -> list[Compiled]:
     from pagetile.backends.cpu.kernels.attend import ATTEND
     from pagetile.backends.cpu.kernels.merge import MERGE
     from pagetile.backends.cpu.kernels.prepare import PREPARE
+    from pagetile.backends.cpu.kernels.quantise import CHUNKS as QUANTISE_CHUNKS
+    from pagetile.backends.cpu.kernels.quantise import SERIAL as QUANTISE_SERIAL
     from pagetile.backends.cpu.kernels.score import SCORE
     from pagetile.backends.cpu.kernels.value import ADD
     from pagetile.backends.cpu.kernels.weigh import WEIGH
     from pagetile.backends.cpu.kernels.write import CHECK, CHUNKS, SERIAL
 
-    kernels = [SERIAL, CHECK, CHUNKS, PREPARE, ATTEND, WEIGH, *SCORE.values(), *ADD.values(), MERGE]
+    kernels = [
+        SERIAL,
+        CHECK,
+        CHUNKS,
+        QUANTISE_SERIAL,
+        QUANTISE_CHUNKS,
+        PREPARE,
+        ATTEND,
+        WEIGH,
+        *SCORE.values(),
+        *ADD.values(),
+        MERGE,
+    ]
     for kernel in kernels:
         kernel.compile()
     return [Compiled(kernel.name, kernel.seconds, kernel.from_cache) for kernel in kernels]

@@ -1,8 +1,8 @@
 """Write into a quantised cache, the kernel: divide, round to nearest even, saturate, store a byte an element.
 
-The bytes are those of :func:`pagetile.reference.quantise`, by integers, so they do not depend on which conversions a CPU
-has. A token is one span where its heads are contiguous and one scale serves them all, a span a head otherwise; where
-the scales are outputs, a span is a head, is read twice, and its scale is stored beside it.
+The bytes are those of :func:`pagetile.reference.quantise`, by integers, so they do not depend on which conversions a
+CPU has. A token is one span where its heads are contiguous and one scale serves them all, a span a head otherwise;
+where the scales are outputs, a span is a head, is read twice, and its scale is stored beside it.
 
 Reads the slots (all of them before a byte is written) and the rows with a slot of 0 or more; writes those slots, and
 their scales.
@@ -189,10 +189,7 @@ def _quantise_rows(block, first, last):
         home = slot // block_size
         offset = slot - home * block_size
         for side in range(2):
-            if side == 0:
-                slots = (P.W_K_FROM, P.W_K_SCALE, P.W_K_SIZE)
-            else:
-                slots = (P.W_V_FROM, P.W_V_SCALE, P.W_V_SIZE)
+            slots = (P.W_V_FROM, P.W_V_SCALE, P.W_V_SIZE) if side else (P.W_K_FROM, P.W_K_SCALE, P.W_K_SIZE)
             _quantise_side(block, row, home, offset, slots)
 
 
