@@ -143,7 +143,7 @@ class ReferenceBackend:
 
     def copy_blocks(self, call: CopyCall) -> None:
         """Copy blocks; see :func:`pagetile.reference.blocks.copy_levels`."""
-        copy_levels(call.caches, call.spares, call.levels)
+        copy_levels(call.sources, call.caches, call.spares, call.levels)
 
     def fused_write(self, call: FusedWriteCall) -> None:
         """Normalise, rotate and store; see :func:`pagetile.reference.rope.normalise_and_rotate`."""

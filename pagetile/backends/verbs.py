@@ -9,7 +9,7 @@ the method: :func:`verb_of` says so as every other refusal is said.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -64,19 +64,22 @@ class GatherCall:
 
 @dataclass(slots=True, eq=False)
 class CopyCall:
-    """Tensors of one copy of blocks.
+    """Tensors of one copy of blocks, all on one device.
 
     Attributes:
-        caches: tensors of one shape, strides and dtype, the first axis the block.
-        spares: like ``caches``, of as many blocks as there are cycles; block ids from ``NB`` on name them.
+        sources, caches: tensors of one shape behind the first axis, which is the block, and of one dtype; sources have
+            one set of strides, caches another. For copies inside caches both are the same list.
+        spares: for each cache a tensor of its block's shape and strides, with as many blocks as there are cycles; ids
+            from the number of blocks on name them. Empty where there is no cycle.
         levels: int64 ``[n, 2]`` each on the host, (source, destination) pairs of one level: no destination is also a
             source, and none comes twice. A level sees what the ones before it did.
     """
 
     problem: CopyProblem
+    sources: list[Tensor]
     caches: list[Tensor]
     spares: list[Tensor]
-    levels: list[Tensor] = field(default_factory=list)
+    levels: list[Tensor]
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from pagetile.contracts.errors import ShapeError
 from pagetile.contracts.shapes import Sizes
 
-Layout = Literal["paged", "ragged", "xpacked"]
+Layout = Literal["paged", "xpacked"]
 
 PACK_BYTES = 16
 """Bytes of a pack: ``x`` elements of one key that lie together."""

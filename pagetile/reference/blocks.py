@@ -7,21 +7,24 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
-def copy_levels(caches: Sequence[Tensor], spares: Sequence[Tensor], levels: Sequence[Tensor]) -> None:
-    """Copy blocks inside each cache, in place.
+def copy_levels(
+    sources: Sequence[Tensor], caches: Sequence[Tensor], spares: Sequence[Tensor], levels: Sequence[Tensor]
+) -> None:
+    """Copy blocks of each source to the cache at the same place of its list, in place.
 
     Args:
-        caches: tensors whose first axis is the block, ``NB`` of them.
-        spares: for each cache, room for the blocks with ids from ``NB`` on.
+        sources, caches: tensors whose first axis is the block; the same list for copies inside caches.
+        spares: for each cache, room for the blocks with ids from its number of blocks on; empty for none.
         levels: integers ``[n, 2]`` each, (source, destination); within a level all sources are read before a
             destination is written.
     """
-    for cache, spare in zip(caches, spares, strict=True):
+    for i, (source, cache) in enumerate(zip(sources, caches, strict=True)):
+        spare = spares[i] if spares else cache[:0]
         for level in levels:
             pairs = level.tolist()
-            contents = [block_of(cache, spare, source).clone() for source, _ in pairs]
-            for block, (_, destination) in zip(contents, pairs, strict=True):
-                block_of(cache, spare, destination).copy_(block)
+            contents = [block_of(source, spare, block).clone() for block, _ in pairs]
+            for content, (_, block) in zip(contents, pairs, strict=True):
+                block_of(cache, spare, block).copy_(content)
 
 
 def block_of(cache: Tensor, spare: Tensor, block: int) -> Tensor:

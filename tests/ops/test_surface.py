@@ -33,13 +33,23 @@ SURFACE = [
     "UnsupportedError",
     "build_metadata",
     "convert_fp8",
+    "copy_blocks",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "from_legacy",
+    "gather_cache",
     "merge_attn_states",
+    "paged_attention_v1",
+    "paged_attention_v2",
     "raise_deferred",
+    "reshape_and_cache",
     "reshape_and_cache_flash",
     "reshape_and_cache_flash_per_token_head",
+    "rope_and_cache",
+    "scatter_cache",
     "shared_prefix_attention",
+    "swap_blocks",
+    "to_legacy",
     "window_from_sliding",
 ]
 """Changing this list is changing what people's programs are written against."""
@@ -47,7 +57,51 @@ SURFACE = [
 OURS = {"backend": "auto", "validate": False}
 ATTENTION = {**OURS, "batch_invariant": False, "kv_cache_dtype": "auto", "workspace": None}
 
+LEGACY = {
+    "alibi_slopes": None,
+    "kv_cache_dtype": "auto",
+    "k_scale": None,
+    "v_scale": None,
+    "tp_rank": 0,
+    "blocksparse_local_blocks": 0,
+    "blocksparse_vert_stride": 0,
+    "blocksparse_block_size": 64,
+    "blocksparse_head_sliding_step": 0,
+}
+LEGACY_ATTENTION = {**OURS, "batch_invariant": False, "workspace": None}
+
 SIGNATURES = {
+    "reshape_and_cache": (
+        "key value key_cache value_cache slot_mapping",
+        {"kv_cache_dtype": "auto", "k_scale": None, "v_scale": None},
+        OURS,
+    ),
+    "paged_attention_v1": (
+        "out query key_cache value_cache num_kv_heads scale block_tables seq_lens block_size max_seq_len",
+        LEGACY,
+        LEGACY_ATTENTION,
+    ),
+    "paged_attention_v2": (
+        "out exp_sums max_logits tmp_out query key_cache value_cache num_kv_heads scale block_tables seq_lens "
+        "block_size max_seq_len",
+        LEGACY,
+        LEGACY_ATTENTION,
+    ),
+    "gather_cache": (
+        "key_cache value_cache block_table cu_seq_lens",
+        {},
+        {
+            "seq_starts": None,
+            "k_scale": None,
+            "v_scale": None,
+            "out": None,
+            "dtype": None,
+            "kv_cache_dtype": "auto",
+            **OURS,
+        },
+    ),
+    "copy_blocks": ("key_caches value_caches block_mapping", {}, OURS),
+    "swap_blocks": ("src dst block_mapping", {}, OURS),
     "reshape_and_cache_flash": (
         "key value key_cache value_cache slot_mapping",
         {"kv_cache_dtype": "auto", "k_scale": None, "v_scale": None},
