@@ -32,6 +32,7 @@ from pagetile.backends.triton.device import (
     tile_rows,
     visible_range,
 )
+from pagetile.backends.triton.quantised import head_scale, scaled_state
 
 
 @triton.jit
@@ -57,6 +58,10 @@ def attend_span(
     keys,
     values,
     score,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    K_FORM: tl.constexpr,
+    V_FORM: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -99,6 +104,10 @@ def attend_span(
             keys,
             values,
             score,
+            KIND,
+            NATIVE,
+            K_FORM,
+            V_FORM,
             D,
             D1,
             D2,
@@ -135,6 +144,10 @@ def attend_range(
     values,
     score,
     error,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    K_FORM: tl.constexpr,
+    V_FORM: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
@@ -166,8 +179,8 @@ def attend_range(
     lo = lo // TILE * TILE
     if SHARED_VIEW:
         state, missing = attend_span(
-            lo, hi, state, query, rows, bounds, place, keys, values, score, D, D1, D2, DV, DV1, DV2, TILE, STAGES,
-            PAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, False,
+            lo, hi, state, query, rows, bounds, place, keys, values, score, KIND, NATIVE, K_FORM, V_FORM, D, D1, D2, DV,
+            DV1, DV2, TILE, STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, False,
         )  # fmt: skip
         if PAGED:
             if tl.max(missing, 0) > 0:
@@ -184,18 +197,18 @@ def attend_range(
                 full_hi = lo
         if LEFT_EDGE:
             state, _ = attend_span(
-                lo, full_lo, state, query, rows, bounds, place, keys, values, score, D, D1, D2, DV, DV1, DV2, EDGE, 1,
-                0, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, True,
+                lo, full_lo, state, query, rows, bounds, place, keys, values, score, KIND, NATIVE, K_FORM, V_FORM, D,
+                D1, D2, DV, DV1, DV2, EDGE, 1, 0, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, True,
             )  # fmt: skip
         else:
             full_lo = lo
         state, _ = attend_span(
-            full_lo, full_hi, state, query, rows, bounds, place, keys, values, score, D, D1, D2, DV, DV1, DV2, TILE,
-            STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, False, False,
+            full_lo, full_hi, state, query, rows, bounds, place, keys, values, score, KIND, NATIVE, K_FORM, V_FORM, D,
+            D1, D2, DV, DV1, DV2, TILE, STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, False, False,
         )  # fmt: skip
         state, _ = attend_span(
-            full_hi, hi, state, query, rows, bounds, place, keys, values, score, D, D1, D2, DV, DV1, DV2, EDGE, 1, 0,
-            PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, True,
+            full_hi, hi, state, query, rows, bounds, place, keys, values, score, KIND, NATIVE, K_FORM, V_FORM, D, D1,
+            D2, DV, DV1, DV2, EDGE, 1, 0, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, True,
         )  # fmt: skip
     return state
 
@@ -255,6 +268,8 @@ def attend_kernel(
     key_starts,
     slopes,
     sinks,
+    k_scale,
+    v_scale,
     error,
     q_token,
     q_head,
@@ -270,6 +285,12 @@ def attend_kernel(
     lse_token,
     table_row,
     slope_seq,
+    ks_row,
+    ks_token,
+    ks_head,
+    vs_row,
+    vs_token,
+    vs_head,
     num_seqs,
     num_cols,
     num_blocks,
@@ -279,6 +300,7 @@ def attend_kernel(
     min_q,
     scale,
     cap,
+    v_number,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_TILES: tl.constexpr,
@@ -288,6 +310,10 @@ def attend_kernel(
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
     PAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    K_FORM: tl.constexpr,
+    V_FORM: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -340,12 +366,16 @@ def attend_kernel(
         slope = tl.load(slopes + seq.to(tl.int64) * slope_seq + heads, mask=active, other=0.0) * LOG2E
 
     place = (table + seq.to(tl.int64) * table_row, num_cols, num_blocks, block_size, key_base)
+    kv = kv_head.to(tl.int64)
     state = attend_range(
         lo, hi, full_lo, full_hi, seq, query, (token + seq_len - q_len, row_lo, row_hi, slope), place,
-        (k + kv_head.to(tl.int64) * k_head, k_block, k_token), (v + kv_head.to(tl.int64) * v_head, v_block, v_token),
-        (scale, cap), error, ROWS, D, D1, D2, DV, DV1, DV2, TILE, EDGE, STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP,
-        ALIBI, PRESCALE, TOKENS == 1, LEFT or KEY_STARTS,
+        (k + kv * k_head, k_block, k_token, k_scale + kv * ks_head, ks_row, ks_token),
+        (v + kv * v_head, v_block, v_token, v_scale + kv * vs_head, vs_row, vs_token),
+        (head_scale(scale, k_scale, seq, kv_head, ks_row, ks_head, K_FORM), cap), error, KIND, NATIVE, K_FORM, V_FORM,
+        ROWS, D, D1, D2, DV, DV1, DV2, TILE, EDGE, STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE,
+        TOKENS == 1, LEFT or KEY_STARTS,
     )  # fmt: skip
+    state = scaled_state(state, head_scale(v_number, v_scale, seq, kv_head, vs_row, vs_head, V_FORM), KIND, DV2)
     store_result(
         state, heads, active, out, row * out_token + heads.to(tl.int64) * out_head, lse,
         row * lse_token + heads.to(tl.int64) * lse_head, sinks, DV, DV1, DV2, SINKS, LSE,

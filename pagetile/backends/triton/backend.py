@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
 from pagetile.backends.triton import available, tuning
 from pagetile.backends.triton.deferred import error_word, raise_deferred
-from pagetile.contracts.dtypes import FLOATING
+from pagetile.contracts.dtypes import FLOATING, QUANTISED
 from pagetile.contracts.problem import AttendProblem, MergeProblem, Problem, WriteProblem
 
 if TYPE_CHECKING:
@@ -24,12 +25,14 @@ MAX_HEAD_SIZE = 576
 def device_facts(index: int) -> tuning.DeviceFacts:
     """The facts of one device; of an H200 where there is no GPU (interpreter)."""
     if not torch.cuda.is_available():
-        return tuning.DeviceFacts()
+        return tuning.DeviceFacts(fp8=False)
     properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
     return tuning.DeviceFacts(
         properties.multi_processor_count,
         getattr(properties, "shared_memory_per_block_optin", 101376),
-        (properties.major, properties.minor),
+        capability,
+        fp8=torch.version.hip is None and capability >= (8, 9) and not available.interpreted(),
     )
 
 
@@ -62,8 +65,9 @@ class TritonBackend:
             return reasons
         if problem.layout == "xpacked":
             reasons.append("the x-packed layout is not implemented for Triton; the caches must be [NB, BS, Hkv, D]")
-        if problem.kind not in FLOATING:
-            reasons.append(f"caches of {problem.kind} are not implemented for Triton; store {problem.dtype}")
+        if problem.kind in QUANTISED:
+            if isinstance(problem, AttendProblem) and problem.layout == "ragged" and problem.scale == "token_head":
+                reasons.append("ragged keys have no scales of their own; pass a paged cache")
         elif problem.kind != problem.dtype:
             reasons.append(f"{problem.dtype} queries or tokens over a cache of {problem.kind}: the two must agree")
         if problem.scale != "none" and problem.kind in FLOATING and isinstance(problem, AttendProblem):
@@ -79,7 +83,7 @@ class TritonBackend:
         if isinstance(problem, AttendProblem):
             return tuning.plan_attend(problem, device_facts(device))
         if isinstance(problem, WriteProblem):
-            return tuning.plan_write(problem)
+            return tuning.plan_write(problem, device_facts(device))
         return tuning.plan_merge(problem)
 
     def write(self, call: WriteCall) -> None:
@@ -91,17 +95,48 @@ class TritonBackend:
         name = (
             id(call.problem), key.stride(), value.stride(), key_cache.stride(), value_cache.stride(), slots.shape,
             slots.dtype, key_cache.shape, key.device,
+            None if call.k_scale is call.v_scale is None else self._scale_key(call),
         )  # fmt: skip
         kept = self._kept or self._prepare()
         found = kept.get(name)
         if found is None:
             from pagetile.backends.triton.calls import write_launch
 
-            plan = tuning.plan_write(call.problem)
+            plan = tuning.plan_write(call.problem, device_facts(key.device.index or 0))
             found = kept.put(name, (call.problem, write_launch(call, plan)))
         if slots.stride(0) != 1:
             slots = slots.contiguous()
-        self._on(key.device, found[1], key, value, key_cache, value_cache, slots, error_word(key.device))
+        error = error_word(key.device)
+        if call.problem.kind in QUANTISED:
+            from pagetile.backends.triton.scales import as_bytes
+
+            caches = (as_bytes(key_cache), as_bytes(value_cache))
+            scales = (scale if isinstance(scale, Tensor) else error for scale in (call.k_scale, call.v_scale))
+            self._on(key.device, found[1], key, value, *caches, slots, *scales, error)
+        else:
+            self._on(key.device, found[1], key, value, key_cache, value_cache, slots, error)
+
+    def write_again(self, call: WriteCall) -> Callable[..., None] | None:
+        """What a write like this one launches, as a function of its five tensors."""
+        slots = call.slot_mapping
+        quantised = call.problem.kind not in FLOATING
+        if quantised or not slots.shape[0] or not call.key.shape[1] or slots.stride(0) != 1:
+            return None
+        from pagetile.backends.triton.calls import write_launch
+
+        launch = write_launch(call, tuning.plan_write(call.problem))
+        index, error = call.key.device.index or 0, error_word(call.key.device)
+        error_at = error.data_ptr()
+
+        def run(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+            at = (
+                key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
+                error_at,
+            )  # fmt: skip
+            if not launch.direct(index, at):
+                launch.public(index, (key, value, key_cache, value_cache, slots, error))
+
+        return self._on_device(call.key.device, run)
 
     def attend(self, call: AttendCall) -> None:
         """Fill ``out`` (and ``lse``): one state over the keys each query sees."""
@@ -116,6 +151,13 @@ class TritonBackend:
                 launches(call, index, error)
         else:
             launches(call, index, error)
+
+    def attend_again(self, call: AttendCall) -> Callable[..., None] | None:
+        """What an attention over a paged cache like this one launches, as a function of its tensors."""
+        if _is_empty(call) or call.problem.kind not in FLOATING:
+            return None
+        index, error = call.q.device.index or 0, error_word(call.q.device)
+        return self._on_device(call.q.device, functools.partial(self._launches(call).run, index, error))
 
     def workspace_bytes(self, call: AttendCall) -> int:
         """Bytes of ``workspace`` that an attention uses, by shapes and bounds alone."""
@@ -134,6 +176,7 @@ class TritonBackend:
             None if table is None else (table.stride(0), table.shape[1], table.dtype), call.scale, call.window,
             call.softcap, None if slopes is None else slopes.stride(), call.sinks is None, call.key_starts is None,
             (call.k.data_ptr() | call.v.data_ptr()) & 15 == 0, q.device,
+            None if call.k_scale is call.v_scale is None else self._scale_key(call),
         )  # fmt: skip
         kept = self._kept or self._prepare()
         launches = kept.get(name)
@@ -143,6 +186,13 @@ class TritonBackend:
             plan = tuning.plan_attend(problem, device_facts(q.device.index or 0))
             launches = kept.put(name, AttendLaunches(call, plan))
         return launches
+
+    @staticmethod
+    def _scale_key(call: WriteCall | AttendCall) -> tuple[Hashable, Hashable]:
+        """What a launch depends on in the scales of a call."""
+        from pagetile.backends.triton.scales import scale_key
+
+        return scale_key(call.k_scale), scale_key(call.v_scale)
 
     def merge(self, call: MergeCall) -> None:
         """Fill ``out`` (and ``out_lse``): the sum of two states."""
@@ -211,6 +261,22 @@ class TritonBackend:
 
         self._kept = self._kept or Kept()
         return self._kept
+
+    @staticmethod
+    def _on_device(device: torch.device, run: Callable[..., None]) -> Callable[..., None]:
+        """``run`` with the tensors' device as the current one, and the current one restored."""
+        if device.type != "cuda":
+            return run
+        index, current = device.index or 0, torch._C._cuda_getDevice
+
+        def here(*tensors: Tensor | None) -> None:
+            if current() == index:
+                run(*tensors)
+            else:
+                with torch.cuda.device(index):
+                    run(*tensors)
+
+        return here
 
     @staticmethod
     def _on(device: torch.device, launch, *tensors: Tensor) -> None:

@@ -10,12 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
+from pagetile.backends.protocol import AttendCall, MergeCall, Scale, WriteCall
 from pagetile.backends.triton.attend import attend_kernel
 from pagetile.backends.triton.invariant import combine_in_order_kernel, invariant_kernel
 from pagetile.backends.triton.launch import Launch
 from pagetile.backends.triton.merge import merge_kernel
+from pagetile.backends.triton.quantised import KINDS
+from pagetile.backends.triton.scales import (
+    as_bytes,
+    quantise_launch,
+    read_form,
+    scale_address,
+    scale_number,
+)
 from pagetile.backends.triton.split import combine_kernel, split_kernel
+from pagetile.backends.triton.strides import cache_strides, log2_block, result_strides, sizes, strides
 from pagetile.backends.triton.tuning import (
     AttendPlan,
     InvariantPlan,
@@ -58,11 +67,6 @@ class Kept:
         return len(self._kept)
 
 
-def log2_block(block_size: int) -> int:
-    """The shift of a power-of-two block size, or -1 for division at run time."""
-    return block_size.bit_length() - 1 if block_size > 0 and block_size & (block_size - 1) == 0 else -1
-
-
 def copies_aligned(call: AttendCall) -> bool:
     """Whether K and V can be copied 16 bytes at a time: bases and strides.
 
@@ -84,15 +88,15 @@ class AttendLaunches:
         self.partials: tuple[int, int, int] | None = None  # floats of the sums, of the peaks, in all
         self.needs_middle = plan.split is not None or plan.invariant is not None
         if plan.rows:
-            self.stages.append(("attend", _rows_launch(call, plan.rows)))
+            self.stages.append(("attend", _rows_launch(call, plan.rows, plan.fp8)))
         if plan.split:
             self._size_partials(plan.split if plan.split.combine else None)
-            self.stages.append(("split", _split_launch(call, plan.split)))
+            self.stages.append(("split", _split_launch(call, plan.split, plan.fp8)))
             if plan.split.combine:
                 self.stages.append(("combine", _combine_launch(call, plan.split)))
         if plan.invariant:
             self._size_partials(plan.invariant if plan.invariant.spread else None)
-            self.stages.append(("split", _invariant_launch(call, plan.invariant)))
+            self.stages.append(("split", _invariant_launch(call, plan.invariant, plan.fp8)))
             if plan.invariant.spread:
                 self.stages.append(("combine", _combine_in_order_launch(call, plan.invariant)))
 
@@ -103,45 +107,60 @@ class AttendLaunches:
         states = -(-states // 4) * 4  # keeps the second and third part 16-byte aligned
         self.partials = (states * self.problem.head_size_v, states, states * (self.problem.head_size_v + 2))
 
-    def workspace(self, call: AttendCall) -> Tensor:
+    def workspace(self, given: Tensor | None, like: Tensor) -> Tensor:
         """One float32 buffer for sums, peaks and totals: the caller's workspace, or memory of the current stream.
 
         The caching allocator hands memory of a stream out again in the order of that stream, and memory of a captured
         graph within that graph, so nothing is kept here that two streams or two graphs could share.
         """
         total = self.partials[2] if self.partials else 0
-        if call.workspace is not None:
-            return _as_float32(call.workspace, total)
-        return torch.empty(total, dtype=torch.float32, device=call.q.device)
+        if given is not None:
+            return _as_float32(given, total)
+        return torch.empty(total, dtype=torch.float32, device=like.device)
 
     def __call__(self, call: AttendCall, device: int, error: Tensor) -> None:
         """Launch everything on the current stream of ``device``, the current device."""
-        q = call.q
         lens: Any = call.key_start_loc if call.block_table is None else call.seq_lens
-        table, starts, slopes, sinks = call.block_table, call.key_starts, call.alibi_slopes, call.sinks
-        head = (q, call.k, call.v, call.out, q if call.lse is None else call.lse)
-        tail = (
-            call.query_start_loc, lens, q if table is None else table, q if starts is None else starts,
-            q if slopes is None else slopes, q if sinks is None else sinks, error,
+        self.run(
+            device, error, call.q, call.k, call.v, call.out, call.lse, call.query_start_loc, lens, call.block_table,
+            call.key_starts, call.alibi_slopes, call.sinks, call.workspace, call.k_scale, call.v_scale,
         )  # fmt: skip
-        middle: tuple[Tensor, ...] = ()
-        head_at = [t.data_ptr() for t in head]
-        tail_at = [t.data_ptr() for t in tail]
-        middle_at: list[int] = []
+
+    def run(
+        self, device: int, error: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, loc: Tensor,
+        lens: Tensor, table: Tensor | None, starts: Tensor | None = None, slopes: Tensor | None = None,
+        sinks: Tensor | None = None, workspace: Tensor | None = None, k_scale: Scale = None, v_scale: Scale = None,
+    ) -> None:  # fmt: skip
+        """The same from the tensors themselves; ``lens`` are ``key_start_loc`` where there is no table."""
+        q_at = q.data_ptr()
+        head_at = (q_at, k.data_ptr(), v.data_ptr(), out.data_ptr(), q_at if lse is None else lse.data_ptr())
+        tail_at = (
+            loc.data_ptr(), lens.data_ptr(), q_at if table is None else table.data_ptr(),
+            q_at if starts is None else starts.data_ptr(), q_at if slopes is None else slopes.data_ptr(),
+            q_at if sinks is None else sinks.data_ptr(),
+            q_at if k_scale is None else scale_address(k_scale, q_at),
+            q_at if v_scale is None else scale_address(v_scale, q_at), error.data_ptr(),
+        )  # fmt: skip
+        middle_at: tuple[int, ...] = ()
+        scratch = q
         if self.partials is not None:
-            middle = (self.workspace(call),)
-            base = middle[0].data_ptr()
-            middle_at = [base, base + 4 * self.partials[0], base + 4 * (self.partials[0] + self.partials[1])]
+            scratch = self.workspace(workspace, q)
+            base = scratch.data_ptr()
+            middle_at = (base, base + 4 * self.partials[0], base + 4 * (self.partials[0] + self.partials[1]))
         elif self.needs_middle:
-            middle, middle_at = (q,), [head_at[0]] * 3
+            middle_at = (q_at, q_at, q_at)
         for name, launch in self.stages:
             if name == "attend":
-                at = [*head_at, *tail_at]
+                at = head_at + tail_at
             elif name == "split":
-                at = [*head_at, *middle_at, *tail_at]
+                at = head_at + middle_at + tail_at
             else:
-                at = [*head_at[3:], *middle_at, tail_at[0], tail_at[1], tail_at[3], tail_at[5]]
+                at = (*head_at[3:], *middle_at, tail_at[0], tail_at[1], tail_at[3], tail_at[5])
             if not launch.direct(device, at):
+                rest = (lse, loc, lens, table, starts, slopes, sinks, k_scale, v_scale)
+                given = (tensor if isinstance(tensor, Tensor) else q for tensor in rest)
+                head, tail = (q, as_bytes(k), as_bytes(v), out, next(given)), (*given, error)
+                middle = (scratch,) if self.needs_middle else ()
                 launch.public(device, self._tensors(name, head, middle, tail))
 
     def _tensors(self, name: str, head: tuple, middle: tuple, tail: tuple) -> tuple[Tensor, ...]:
@@ -172,42 +191,17 @@ def _as_float32(buffer: Tensor, total: int) -> Tensor:
     return buffer.view(-1).view(torch.uint8)[: 4 * total].view(torch.float32)
 
 
-def _query_strides(call: AttendCall) -> tuple[int, ...]:
-    return call.q.stride(0), call.q.stride(1)
-
-
-def _cache_strides(x: Tensor) -> tuple[int, int, int]:
-    """``(block, token, head)`` strides of K or V; a ragged one has no block stride."""
-    return (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 4 else (0, x.stride(0), x.stride(1))
-
-
-def _result_strides(call: AttendCall) -> tuple[int, ...]:
-    lse = (call.lse.stride(0), call.lse.stride(1)) if call.lse is not None else (0, 0)
-    return call.out.stride(0), call.out.stride(1), *lse
-
-
-def _sizes(call: AttendCall) -> tuple[int, int, int]:
-    """``(columns of the table, blocks of the cache, block size)``."""
-    if call.block_table is None:
-        return 0, 0, 1
-    return call.block_table.shape[1], call.k.shape[0], call.k.shape[1]
-
-
-def _table_strides(call: AttendCall) -> tuple[int, int]:
-    table = 0 if call.block_table is None else call.block_table.stride(0)
-    slopes = call.alibi_slopes
-    return table, slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
-
-
 def _window(call: AttendCall) -> tuple[int, int]:
     return min(max(call.window[0], 0), FAR), min(max(call.window[1], 0), FAR)
 
 
-def _score(call: AttendCall) -> tuple[float, float]:
-    """The two factors of a score: base 2 without a softcap; with one, what its argument and its value are scaled by."""
+def _score(call: AttendCall) -> tuple[float, float, float]:
+    """The two factors of a score (base 2 without a softcap; with one, what its argument and its value are scaled by),
+    with the scale of K where that is a number; and the scale of V."""
+    scale, v_number = call.scale * scale_number(call.k_scale), scale_number(call.v_scale)
     if call.softcap:
-        return call.scale / call.softcap, float(call.softcap)
-    return call.scale * LOG2E, 0.0
+        return scale / call.softcap, float(call.softcap), v_number
+    return scale * LOG2E, 0.0, v_number
 
 
 def _tile_constants(tile: Tile, group: int) -> dict[str, int]:
@@ -220,13 +214,17 @@ def _tile_constants(tile: Tile, group: int) -> dict[str, int]:
     }
 
 
-def _attend_constants(call: AttendCall, tile: Tile, edges: bool = True) -> dict[str, Any]:
+def _attend_constants(call: AttendCall, tile: Tile, fp8: bool, edges: bool = True) -> dict[str, Any]:
     return {
         **_tile_constants(tile, call.problem.group),
         "TILE": tile.keys,
         **({"EDGE": min(tile.keys, 32 if sum(tile.dv) <= 128 else 16)} if edges else {}),
         "STAGES": tile.stages if copies_aligned(call) else 1,
         **({"PAGES": _scalar_pages(call, tile)} if edges else {}),
+        "KIND": KINDS.get(call.problem.kind, 0),
+        "NATIVE": fp8,
+        "K_FORM": read_form(call.k_scale),
+        "V_FORM": read_form(call.v_scale),
         "D": call.problem.head_size,
         "D1": tile.d[0],
         "D2": tile.d[1],
@@ -266,26 +264,19 @@ def _combine_constants(call: AttendCall) -> dict[str, Any]:
     }
 
 
-def _strides(call: AttendCall) -> tuple[int, ...]:
-    return (
-        *_query_strides(call), *_cache_strides(call.k), *_cache_strides(call.v), *_result_strides(call),
-        *_table_strides(call),
-    )  # fmt: skip
-
-
 def _head_slots(call: AttendCall, tile: Tile) -> int:
     return call.problem.num_kv_heads * tile.head_tiles
 
 
-def _rows_launch(call: AttendCall, plan: RowsPlan) -> Launch:
+def _rows_launch(call: AttendCall, plan: RowsPlan, fp8: bool) -> Launch:
     problem, tile = call.problem, plan.tile
     num_seqs = call.query_start_loc.shape[0] - 1
     if plan.search:
         grid = (problem.num_tokens // tile.tokens + num_seqs, _head_slots(call, tile), 1)
     else:
         grid = (-(-problem.max_q_len // tile.tokens), _head_slots(call, tile), num_seqs)
-    scalars = (*_strides(call), num_seqs, *_sizes(call), *_window(call), plan.min_q, *_score(call))
-    constants = {**_attend_constants(call, tile), "SEARCH": plan.search}
+    scalars = (*strides(call), num_seqs, *sizes(call), *_window(call), plan.min_q, *_score(call))
+    constants = {**_attend_constants(call, tile, fp8), "SEARCH": plan.search}
     return Launch(attend_kernel, grid, scalars, constants, num_warps=tile.warps)
 
 
@@ -295,16 +286,16 @@ def _sharing(call: AttendCall, plan: SplitPlan) -> dict[str, Any]:
     return {"SEQS": seqs, "FIXED": plan.fixed}
 
 
-def _split_launch(call: AttendCall, plan: SplitPlan) -> Launch:
+def _split_launch(call: AttendCall, plan: SplitPlan, fp8: bool) -> Launch:
     tile = plan.tile
     num_seqs = call.query_start_loc.shape[0] - 1
     slots = _head_slots(call, tile)
     grid = (plan.items(num_seqs) * slots, -(-plan.max_q // tile.tokens), 1)
     scalars = (
-        *_strides(call), num_seqs, *_sizes(call), *_window(call), plan.max_q, plan.programs, plan.min_tiles, slots,
+        *strides(call), num_seqs, *sizes(call), *_window(call), plan.max_q, plan.programs, plan.min_tiles, slots,
         *_score(call),
     )  # fmt: skip
-    constants = {**_sharing(call, plan), **_attend_constants(call, tile)}
+    constants = {**_sharing(call, plan), **_attend_constants(call, tile, fp8)}
     return Launch(split_kernel, grid, scalars, constants, num_warps=tile.warps)
 
 
@@ -312,7 +303,7 @@ def _combine_launch(call: AttendCall, plan: SplitPlan) -> Launch:
     problem, tile = call.problem, plan.tile
     num_seqs = call.query_start_loc.shape[0] - 1
     scalars = (
-        *_result_strides(call), num_seqs, *_window(call), plan.max_q, plan.programs, plan.min_tiles,
+        *result_strides(call), num_seqs, *_window(call), plan.max_q, plan.programs, plan.min_tiles,
         _head_slots(call, tile), -(-plan.max_q // tile.tokens),
     )  # fmt: skip
     constants = {
@@ -326,15 +317,15 @@ def _combine_launch(call: AttendCall, plan: SplitPlan) -> Launch:
     return Launch(combine_kernel, grid, scalars, constants, num_warps=2)
 
 
-def _invariant_launch(call: AttendCall, plan: InvariantPlan) -> Launch:
+def _invariant_launch(call: AttendCall, plan: InvariantPlan, fp8: bool) -> Launch:
     problem, tile = call.problem, plan.tile
     num_seqs = call.query_start_loc.shape[0] - 1
     slots, query_tiles = _head_slots(call, tile), -(-problem.max_q_len // tile.tokens)
     grid = (num_seqs * query_tiles * slots * (plan.max_chunks if plan.spread else 1), 1, 1)
     scalars = (
-        *_strides(call), *_sizes(call), *_window(call), plan.max_chunks, slots, query_tiles, *_score(call)
+        *strides(call), *sizes(call), *_window(call), plan.max_chunks, slots, query_tiles, *_score(call)
     )  # fmt: skip
-    constants = {"SPREAD": plan.spread, "CHUNK": plan.chunk, **_attend_constants(call, tile, edges=False)}
+    constants = {"SPREAD": plan.spread, "CHUNK": plan.chunk, **_attend_constants(call, tile, fp8, edges=False)}
     return Launch(invariant_kernel, grid, scalars, constants, num_warps=tile.warps)
 
 
@@ -342,7 +333,7 @@ def _combine_in_order_launch(call: AttendCall, plan: InvariantPlan) -> Launch:
     problem, tile = call.problem, plan.tile
     num_seqs = call.query_start_loc.shape[0] - 1
     scalars = (
-        *_result_strides(call), *_window(call), problem.max_q_len, plan.max_chunks, _head_slots(call, tile),
+        *result_strides(call), *_window(call), problem.max_q_len, plan.max_chunks, _head_slots(call, tile),
         -(-problem.max_q_len // tile.tokens),
     )  # fmt: skip
     constants = {"CHUNK": plan.chunk, **_tile_constants(tile, problem.group), **_combine_constants(call)}
@@ -359,8 +350,10 @@ def write_launch(call: WriteCall, plan: WritePlan) -> Launch:
     common = {"ROWS": plan.rows, "WIDTH": plan.width, "LOG2_BLOCK": log2_block(block_size), "NARROW": num_slots < 2**31}
     sizes = (num_rows, num_slots, block_size)
     key, value = call.key, call.value
-    k_block, k_token, k_head = _cache_strides(call.key_cache)
-    v_block, v_token, v_head = _cache_strides(call.value_cache)
+    k_block, k_token, k_head = cache_strides(call.key_cache)
+    v_block, v_token, v_head = cache_strides(call.value_cache)
+    if problem.kind in KINDS:
+        return quantise_launch(call, plan, common, (k_block, k_token, k_head, v_block, v_token, v_head))
     if plan.span:
         span_k, span_v = heads * problem.head_size, heads * problem.head_size_v
         grid = (-(-num_rows // plan.rows), -(-max(span_k, span_v) // plan.width), 1)

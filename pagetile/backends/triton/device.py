@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagetile.backends.triton.quantised import OF_TOKENS, decode, scale_values
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 BAD_SLOT = tl.constexpr(1)
@@ -24,7 +26,8 @@ NO_COLUMN = tl.constexpr(2147483647)
 SIZES = (
     "table_row", "slope_seq", "lse_head", "lse_token", "out_lse_head", "out_lse_token", "a_lse_head", "a_lse_token",
     "b_lse_head", "b_lse_token", "num_seqs", "num_cols", "num_blocks", "block_size", "num_rows", "num_slots", "left",
-    "right", "min_q", "max_q", "programs", "min_tiles", "head_slots", "query_tiles", "max_chunks",
+    "right", "min_q", "max_q", "programs", "min_tiles", "head_slots", "query_tiles", "max_chunks", "ks_row", "ks_token",
+    "ks_head", "vs_row", "vs_token", "vs_head",
 )  # fmt: skip
 """Integers that differ from step to step, or say nothing about alignment: no value of theirs compiles a kernel anew."""
 
@@ -237,6 +240,10 @@ def attend_tile(
     keys,
     values,
     score,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    K_FORM: tl.constexpr,
+    V_FORM: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -255,6 +262,7 @@ def attend_tile(
 ):
     """Add the keys ``[start, start + TILE)`` to a softmax state ``(peak, total, acc, acc2)``.
 
+    ``keys`` and ``values`` are ``(pointer, block and token stride, pointer, block and token stride of the scales)``.
     ``peak`` is the running maximum in base 2, ``total`` the denominator, ``acc`` (and ``acc2``, the second part of a
     split value head) the weighted sum. A row that sees none of the tile keeps its state bit for bit. Also returns which
     wanted keys had no usable block.
@@ -263,8 +271,8 @@ def attend_tile(
     q, q2 = query
     position, row_lo, row_hi, slope = rows
     key_lo, key_hi = bounds
-    k_ptr, k_block, k_token = keys
-    v_ptr, v_block, v_token = values
+    k_ptr, k_block, k_token, k_scale, ks_row, ks_token = keys
+    v_ptr, v_block, v_token, v_scale, vs_row, vs_token = values
     scale, cap = score
 
     j = start + tl.arange(0, TILE)
@@ -278,11 +286,13 @@ def attend_tile(
     k_at = block * k_block + offset * k_token
     v_at = block * v_block + offset * v_token
 
-    k = load_rows(k_ptr, k_at, usable, 0, D1, D, MASKED)
+    k = decode(load_rows(k_ptr, k_at, usable, 0, D1, D, MASKED), q, KIND, NATIVE)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, keys]
     if D2 > 0:
-        k2 = load_rows(k_ptr, k_at, usable, D1, D2, D, MASKED)
+        k2 = decode(load_rows(k_ptr, k_at, usable, D1, D2, D, MASKED), q, KIND, NATIVE)
         s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
+    if K_FORM == OF_TOKENS:
+        s = s * tl.load(k_scale + block * ks_row + offset * ks_token, mask=usable, other=1.0)[None, :]
 
     unit = scale
     if SOFTCAP:
@@ -304,11 +314,17 @@ def attend_tile(
     p = tl.math.exp2(s * unit - safe[:, None])
     decay = tl.math.exp2(peak - safe)
     total = total * decay + tl.sum(p, 1)
-    v = load_rows(v_ptr, v_at, usable, 0, DV1, DV, MASKED)
-    acc = weigh_values(acc * decay[:, None], p, v, seen, GUARD)
+    v = decode(load_rows(v_ptr, v_at, usable, 0, DV1, DV, MASKED), q, KIND, NATIVE)
+    by = p
+    if V_FORM == OF_TOKENS:
+        own = tl.load(v_scale + block * vs_row + offset * vs_token, mask=usable, other=0.0)
+        v, by = scale_values(v, p, own, seen, MASKED)
+    acc = weigh_values(acc * decay[:, None], by, v, seen, GUARD)
     if DV2 > 0:
-        v2 = load_rows(v_ptr, v_at, usable, DV1, DV2, DV, MASKED)
-        acc2 = weigh_values(acc2 * decay[:, None], p, v2, seen, GUARD)
+        v2 = decode(load_rows(v_ptr, v_at, usable, DV1, DV2, DV, MASKED), q, KIND, NATIVE)
+        if V_FORM == OF_TOKENS:
+            v2, by = scale_values(v2, p, own, seen, MASKED)
+        acc2 = weigh_values(acc2 * decay[:, None], by, v2, seen, GUARD)
     return peak_new, total, acc, acc2, wanted & (usable == 0)
 
 

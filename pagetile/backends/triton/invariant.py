@@ -30,6 +30,7 @@ from pagetile.backends.triton.device import (
     tile_rows,
     visible_range,
 )
+from pagetile.backends.triton.quantised import head_scale, scaled_state
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -48,6 +49,8 @@ def invariant_kernel(
     key_starts,
     slopes,
     sinks,
+    k_scale,
+    v_scale,
     error,
     q_token,
     q_head,
@@ -63,6 +66,12 @@ def invariant_kernel(
     lse_token,
     table_row,
     slope_seq,
+    ks_row,
+    ks_token,
+    ks_head,
+    vs_row,
+    vs_token,
+    vs_head,
     num_cols,
     num_blocks,
     block_size,
@@ -73,6 +82,7 @@ def invariant_kernel(
     query_tiles,
     scale,
     cap,
+    v_number,
     SPREAD: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -82,6 +92,10 @@ def invariant_kernel(
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    K_FORM: tl.constexpr,
+    V_FORM: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -133,8 +147,11 @@ def invariant_kernel(
         slope = tl.load(slopes + seq.to(tl.int64) * slope_seq + heads, mask=active, other=0.0) * LOG2E
     rows = (token + seq_len - q_len, row_lo, row_hi, slope)
     place = (table + seq.to(tl.int64) * table_row, num_cols, num_blocks, block_size, key_base)
-    keys = (k + kv_head.to(tl.int64) * k_head, k_block, k_token)
-    values = (v + kv_head.to(tl.int64) * v_head, v_block, v_token)
+    kv_head = kv_head.to(tl.int64)
+    keys = (k + kv_head * k_head, k_block, k_token, k_scale + kv_head * ks_head, ks_row, ks_token)
+    values = (v + kv_head * v_head, v_block, v_token, v_scale + kv_head * vs_head, vs_row, vs_token)
+    scale = head_scale(scale, k_scale, seq, kv_head, ks_row, ks_head, K_FORM)
+    v_number = head_scale(v_number, v_scale, seq, kv_head, vs_row, vs_head, V_FORM)
 
     peak, total, acc, acc2 = empty_state(ROWS, DV1, DV2)
     missing = tl.zeros([TILE], tl.int32)
@@ -142,10 +159,11 @@ def invariant_kernel(
         start = tl.maximum(c * CHUNK, lo // TILE * TILE)
         end = tl.minimum(c * CHUNK + CHUNK, hi)
         state, lost = attend_span(
-            start, end, empty_state(ROWS, DV1, DV2), query, rows, (lo, hi), place, keys, values, (scale, cap), D, D1,
-            D2, DV, DV1, DV2, TILE, STAGES, 0, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE, True, True,
+            start, end, empty_state(ROWS, DV1, DV2), query, rows, (lo, hi), place, keys, values, (scale, cap), KIND,
+            NATIVE, K_FORM, V_FORM, D, D1, D2, DV, DV1, DV2, TILE, STAGES, 0, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI,
+            PRESCALE, True, True,
         )  # fmt: skip
-        peak_c, total_c, acc_c, acc2_c = state
+        peak_c, total_c, acc_c, acc2_c = scaled_state(state, v_number, KIND, DV2)
         missing = missing | lost
         if DV2 > 0:
             peak_2, total_2, acc2 = join_in_order(peak, total, acc2, peak_c, total_c, acc2_c)

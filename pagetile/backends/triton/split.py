@@ -24,6 +24,7 @@ from pagetile.backends.triton.device import (
     tile_rows,
     visible_range,
 )
+from pagetile.backends.triton.quantised import head_scale, scaled_state
 
 
 @triton.jit
@@ -83,6 +84,8 @@ def split_kernel(
     key_starts,
     slopes,
     sinks,
+    k_scale,
+    v_scale,
     error,
     q_token,
     q_head,
@@ -98,6 +101,12 @@ def split_kernel(
     lse_token,
     table_row,
     slope_seq,
+    ks_row,
+    ks_token,
+    ks_head,
+    vs_row,
+    vs_token,
+    vs_head,
     num_seqs,
     num_cols,
     num_blocks,
@@ -110,6 +119,7 @@ def split_kernel(
     head_slots,
     scale,
     cap,
+    v_number,
     SEQS: tl.constexpr,
     FIXED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -121,6 +131,10 @@ def split_kernel(
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
     PAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    K_FORM: tl.constexpr,
+    V_FORM: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -190,12 +204,16 @@ def split_kernel(
         slope = tl.load(slopes + seq.to(tl.int64) * slope_seq + heads, mask=active, other=0.0) * LOG2E
 
     place = (table + seq.to(tl.int64) * table_row, num_cols, num_blocks, block_size, key_base)
+    kv = kv_head.to(tl.int64)
     state = attend_range(
         lo, hi, full_lo, full_hi, seq, query, (token + seq_len - q_len, row_lo, row_hi, slope), place,
-        (k + kv_head.to(tl.int64) * k_head, k_block, k_token), (v + kv_head.to(tl.int64) * v_head, v_block, v_token),
-        (scale, cap), error, ROWS, D, D1, D2, DV, DV1, DV2, TILE, EDGE, STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP,
-        ALIBI, PRESCALE, TOKENS == 1, LEFT or KEY_STARTS,
+        (k + kv * k_head, k_block, k_token, k_scale + kv * ks_head, ks_row, ks_token),
+        (v + kv * v_head, v_block, v_token, v_scale + kv * vs_head, vs_row, vs_token),
+        (head_scale(scale, k_scale, seq, kv_head, ks_row, ks_head, K_FORM), cap), error, KIND, NATIVE, K_FORM, V_FORM,
+        ROWS, D, D1, D2, DV, DV1, DV2, TILE, EDGE, STAGES, PAGES, PAGED, LOG2_BLOCK, SOFTCAP, ALIBI, PRESCALE,
+        TOKENS == 1, LEFT or KEY_STARTS,
     )  # fmt: skip
+    state = scaled_state(state, head_scale(v_number, v_scale, seq, kv_head, vs_row, vs_head, V_FORM), KIND, DV2)
     if count == 1:
         store_result(
             state, heads, active, out, row * out_token + heads.to(tl.int64) * out_head, lse,

@@ -27,11 +27,13 @@ class DeviceFacts:
         processors: multiprocessors.
         shared_bytes: shared memory that one program may use.
         capability: compute capability (of AMD devices, what torch reports in its place).
+        fp8: the hardware converts fp8 (NVIDIA from 8.9 on); elsewhere integers do.
     """
 
     processors: int = 132
     shared_bytes: int = 232448
     capability: tuple[int, int] = (9, 0)
+    fp8: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,13 @@ class InvariantPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttendPlan:
-    """What one attention launches, and the reasons."""
+    """What one attention launches, and the reasons; ``fp8``: the hardware converts what a quantised cache holds."""
 
     rows: RowsPlan | None = None
     split: SplitPlan | None = None
     invariant: InvariantPlan | None = None
     reasons: tuple[str, ...] = ()
+    fp8: bool = True
 
     def __str__(self) -> str:
         lines = []
@@ -137,6 +140,7 @@ class WritePlan:
     width: int
     warps: int
     reasons: tuple[str, ...] = ()
+    fp8: bool = True
 
     def __str__(self) -> str:
         what = "tokens, all heads" if self.span else "heads"
@@ -146,6 +150,11 @@ class WritePlan:
                 *(f"- {reason}" for reason in self.reasons),
             ]
         )
+
+
+def stored_bytes(problem: AttendProblem | WriteProblem) -> int:
+    """Bytes of an element of the cache."""
+    return ITEM_BYTES.get(problem.kind, 1)
 
 
 def power_of_two(n: int) -> int:
@@ -171,6 +180,17 @@ def head_parts(size: int) -> tuple[int, int]:
 
 def plan_attend(problem: AttendProblem, device: DeviceFacts) -> AttendPlan:
     """The launches of one attention."""
+    plan = _plan_attend(problem, device)
+    if problem.kind.startswith("fp8"):
+        return replace(plan, fp8=device.fp8, reasons=(*plan.reasons, _why_fp8(device)))
+    return plan
+
+
+def _why_fp8(device: DeviceFacts) -> str:
+    return "fp8 is converted by the hardware" if device.fp8 else "fp8 is converted by integers: the hardware cannot"
+
+
+def _plan_attend(problem: AttendProblem, device: DeviceFacts) -> AttendPlan:
     if problem.batch_invariant:
         return _plan_invariant(problem, device)
     group_heads = _group_heads(problem)
@@ -217,11 +237,13 @@ def _make_tile(
     heads = _group_heads(problem)
     d, dv = head_parts(problem.head_size), head_parts(problem.head_size_v)
     size = ITEM_BYTES[problem.dtype]
-    wide = size * (sum(d) + sum(dv))
+    wide = stored_bytes(problem) * (sum(d) + sum(dv))
     query = rows * sum(d) * size
     # Where weights change layout between the two products they pass through shared memory; wgmma reads registers.
     direct = rows >= 64 and device.capability[0] >= 9 and problem.dtype != "float32"
     spare = 2048 if direct else rows * keys * 4 + 2048
+    if stored_bytes(problem) < size and (direct or problem.dtype == "float32"):
+        spare += keys * max(sum(d), sum(dv)) * size  # what bytes stand for goes back to shared memory for the product
     while keys > 16 and stages * keys * wide + query + spare > device.shared_bytes:
         if stages > 2:
             stages -= 1
@@ -340,7 +362,7 @@ def _plan_invariant(problem: AttendProblem, device: DeviceFacts) -> AttendPlan:
     return AttendPlan(invariant=plan, reasons=(why, "the bits do not depend on this choice"))
 
 
-def plan_write(problem: WriteProblem) -> WritePlan:
+def plan_write(problem: WriteProblem, device: DeviceFacts = DeviceFacts()) -> WritePlan:
     """A token's heads as one span where they lie together and one scale serves all; a head at a time otherwise."""
     widest = max(problem.head_size, problem.head_size_v)
     size = ITEM_BYTES[problem.dtype]
@@ -351,12 +373,16 @@ def plan_write(problem: WriteProblem) -> WritePlan:
     else:
         width = max(16, power_of_two(widest))
         why = "the heads of a token lie apart in source or cache, so a program moves single heads"
+        if problem.heads_contiguous:
+            why = "each head has a scale of its own, so a program moves single heads"
         span = False
     # 2 KiB each of K and V a program, two 16-byte loads of each a thread: many small programs hide the latency of the
     # slots better than few large ones at every size measured.
     rows = max(1, 2048 // (width * size))
     warps = max(1, min(4, rows * width * size // 1024))
     aligned = "16-byte accesses" if problem.aligned else "element accesses: a base or stride is not 16-byte aligned"
+    if problem.kind.startswith("fp8"):
+        return WritePlan(span, rows, width, warps, (why, aligned, _why_fp8(device)), device.fp8)
     return WritePlan(span, rows, width, warps, (why, aligned))
 
 
