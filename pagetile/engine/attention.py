@@ -3,8 +3,9 @@
 Transformers lets a model's attention be named. Under the name ``pagetile`` this file registers one attention function
 and one mask function. Both ask the calling context (a :class:`contextvars.ContextVar`, so each thread has its own)
 what to do: inside a step of the engine the packed batch is written to the cache and attended over it; while a model is
-loaded its layers are asked what they are (:mod:`pagetile.engine.probe`); anywhere else they raise, because attention
-without a cache and without a mask would be bidirectional and quietly wrong.
+loaded its layers are asked what they are (:mod:`pagetile.engine.probe`). Anywhere else they go to whoever has taken
+that up (:func:`outside_steps`), and without such raise, because attention without a cache and without a mask would be
+bidirectional and quietly wrong.
 
 No module of the model is replaced. A model object that the caller owns is switched to the name for the time of a step
 only (:func:`engaged`), so its ordinary ``forward`` and ``generate`` keep working between steps.
@@ -41,7 +42,28 @@ class Attending(Protocol):
         ...
 
 
+class Outside(Protocol):
+    """What the registered functions do outside of every :func:`attending`."""
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict, /
+    ) -> tuple[Tensor, Any]:
+        """The result of an attention function of Transformers: ``[B, S, Hq, Dv]``, and weights or None."""
+        ...
+
+    def mask(self, mask_function: Callable | None, options: dict, /) -> Any:
+        """What the layers get as their ``attention_mask``."""
+        ...
+
+
 _current: ContextVar[Attending | None] = ContextVar("pagetile_attending", default=None)
+_outside: Outside | None = None
+
+
+def outside_steps(target: Outside | None) -> None:
+    """Route what is no step of an engine to ``target``, or have it raise again (None)."""
+    global _outside
+    _outside = target
 
 
 @contextlib.contextmanager
@@ -65,12 +87,14 @@ def register() -> None:
 
 def paged_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Any]:
     """The attention function of Transformers' ``AttentionInterface``.
 
     Raises:
-        RuntimeError: called outside a step of the engine.
+        RuntimeError: called outside a step of the engine, and nobody has taken that up.
     """
+    if _outside is not None and _current.get() is None:
+        return _outside.attend(module, query, key, value, attention_mask, options)
     return _require_context().attend(module, query, key, value, attention_mask, options), None
 
 
@@ -78,8 +102,10 @@ def paged_attention_mask(*, mask_function: Callable | None = None, **options: An
     """The mask function of Transformers' ``AttentionMaskInterface``: the paged kernels need no mask tensor.
 
     Raises:
-        RuntimeError: called outside a step of the engine.
+        RuntimeError: called outside a step of the engine, and nobody has taken that up.
     """
+    if _outside is not None and _current.get() is None:
+        return _outside.mask(mask_function, options)
     return _require_context().mask(mask_function, options)
 
 
