@@ -9,8 +9,16 @@ import importlib.util
 
 from pagetile.backends.cpu.warmup import Compiled, warmup
 from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
+from pagetile.backends.verbs import CopyCall, FusedWriteCall, GatherCall
 from pagetile.contracts.dtypes import FLOATING, QUANTISED
-from pagetile.contracts.problem import MergeProblem, Problem, WriteProblem
+from pagetile.contracts.problem import (
+    CopyProblem,
+    FusedWriteProblem,
+    GatherProblem,
+    MergeProblem,
+    Problem,
+    WriteProblem,
+)
 
 
 class CpuBackend:
@@ -31,9 +39,15 @@ class CpuBackend:
         ]
         if problem.device != "cpu":
             reasons.append(f"the tensors are on {problem.device}, not on the CPU")
+        if isinstance(problem, CopyProblem):
+            return reasons
         if problem.dtype not in FLOATING:
             reasons.append(f"dtype {problem.dtype} is not one of {', '.join(FLOATING)}")
         if isinstance(problem, MergeProblem):
+            return reasons
+        if isinstance(problem, GatherProblem | FusedWriteProblem):
+            if problem.kind not in (*QUANTISED, problem.dtype):
+                reasons.append(f"a cache of {problem.kind} with rows of {problem.dtype}; both must have one dtype")
             return reasons
         if problem.layout == "xpacked":
             reasons.append("layout xpacked ([NB, Hkv, D/x, BS, x]) is not implemented on the CPU; use a strided cache")
@@ -72,6 +86,24 @@ class CpuBackend:
         from pagetile.backends.cpu.merge import merge
 
         merge(call)
+
+    def gather(self, call: GatherCall) -> None:
+        """Copy tokens out of the caches; see :func:`pagetile.backends.cpu.gather.gather`."""
+        from pagetile.backends.cpu.gather import gather
+
+        gather(call)
+
+    def copy_blocks(self, call: CopyCall) -> None:
+        """Copy blocks; see :func:`pagetile.backends.cpu.blocks.copy_blocks`."""
+        from pagetile.backends.cpu.blocks import copy_blocks
+
+        copy_blocks(call)
+
+    def fused_write(self, call: FusedWriteCall) -> None:
+        """Normalise, rotate and store; see :func:`pagetile.backends.cpu.fused.fused_write`."""
+        from pagetile.backends.cpu.fused import fused_write
+
+        fused_write(call)
 
     def warmup(self) -> list[Compiled]:
         """Compile every kernel now; see :func:`pagetile.backends.cpu.warmup.warmup`."""
