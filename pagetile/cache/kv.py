@@ -41,6 +41,7 @@ class PagedKVCache:
             defaults to ``head_size``.
         dtype: of the stored elements, exactly this one (the global default dtype plays no part).
         layout: ``"NHD"`` stores a block as ``[token, head, element]``, ``"HND"`` as ``[head, token, element]``.
+        pin_memory: on a CPU: page-locked, so that a GPU can copy to and from it without waiting.
 
     Raises:
         ArgumentError: sizes that are missing, below 1 or contradict each other, or a memory that holds no block.
@@ -63,6 +64,7 @@ class PagedKVCache:
         layout: Literal["NHD", "HND"] = "NHD",
         memory: int | float | None = None,
         expected_len: int | None = None,
+        pin_memory: bool = False,
     ) -> None:
         if dtype not in CACHE_DTYPES:
             raise DTypeError(f"dtype is {dtype}; a cache holds one of {sorted(str(d) for d in CACHE_DTYPES)}")
@@ -81,6 +83,7 @@ class PagedKVCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.layout = layout
+        self.pin_memory = pin_memory
         if num_blocks == "auto":
             self.num_blocks = self.geometry.plan(budget(memory, self.device), expected_len)
         elif memory is not None or isinstance(num_blocks, str):
@@ -142,17 +145,33 @@ class PagedKVCache:
         Raises:
             BlockTableError: an id outside the group's blocks, or a destination named twice. Nothing has moved then.
         """
-        g = self.group(group)
-        moves = resolve_copies(pairs, self.num_blocks[g.name], g.name)
+        moves = resolve_copies(pairs, self.num_blocks[self.group(group).name], group)
         if not moves:
             return
         targets = torch.tensor(list(moves), dtype=torch.int64, device=self.device)
         sources = torch.tensor(list(moves.values()), dtype=torch.int64, device=self.device)
-        for layer in g.layers:
-            for tensor in (self._keys[layer], self._values[layer]):
-                raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-                # All sources are read before the first destination is written: moves name original contents.
-                raw.index_copy_(0, targets, raw.index_select(0, sources))
+        for tensor in self.block_tensors(group).values():
+            raw = raw_elements(tensor)
+            # All sources are read before the first destination is written: moves name original contents.
+            raw.index_copy_(0, targets, raw.index_select(0, sources))
+
+    def block_tensors(self, group: str) -> dict[str, Tensor]:
+        """Everything that belongs to the blocks of a group, by name; axis 0 of each is the block id."""
+        found = {}
+        for layer in self.group(group).layers:
+            found[f"{layer}.key"], found[f"{layer}.value"] = self._keys[layer], self._values[layer]
+        return found
+
+    def on_host(self, num_blocks: int | Mapping[str, int]) -> PagedKVCache:
+        """A cache of the same groups, dtype and layout in host memory, page-locked when this one is on a GPU."""
+        return PagedKVCache(
+            groups=self.groups,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            layout=self.layout,
+            pin_memory=self.device.type == "cuda",
+        )
 
     def run_copies(self, copies: Iterable[tuple[str, int, int]]) -> None:
         """Run what :meth:`SequenceTable.reserve` returned, ``(group, src, dst)`` each, before the next write."""
@@ -166,11 +185,13 @@ class PagedKVCache:
 
     def _allocate(self, g: LayerGroup, size: int | None) -> Tensor:
         blocks, heads = self.num_blocks[g.name], g.num_kv_heads
-        if self.layout == "NHD":
-            shape = (blocks, self.block_size, heads, size)
-            return lazy_zeros(shape, self.dtype, self.device)  # type: ignore[arg-type]
-        shape = (blocks, heads, self.block_size, size)
-        return lazy_zeros(shape, self.dtype, self.device).transpose(1, 2)  # type: ignore[arg-type]
+        nhd = self.layout == "NHD"
+        shape = (blocks, self.block_size, heads, size) if nhd else (blocks, heads, self.block_size, size)
+        if self.pin_memory:
+            tensor = torch.zeros(shape, dtype=self.dtype, pin_memory=True)  # type: ignore[arg-type]
+        else:
+            tensor = lazy_zeros(shape, self.dtype, self.device)  # type: ignore[arg-type]
+        return tensor if nhd else tensor.transpose(1, 2)
 
     def _known(self, layer: int) -> int:
         if layer not in self._group_of:
@@ -194,6 +215,11 @@ class PagedKVCache:
             f"PagedKVCache({len(self._group_of)} layers, blocks of {self.block_size}: {blocks}, {self.dtype}, "
             f"{self.layout}, {self.device}, {self.num_bytes} bytes)"
         )
+
+
+def raw_elements(tensor: Tensor) -> Tensor:
+    """The same memory as a dtype that every indexing operation of torch knows (float8 is not)."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def resolve_copies(pairs: Sequence[tuple[int, int]], num_blocks: int, group: str) -> dict[int, int]:

@@ -15,7 +15,7 @@ Source: vLLM's block pool (reference counts, free queue in eviction order, tails
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,15 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that :meth:`allocate` can hand out: free and cached."""
         return len(self._free) + len(self._cached)
+
+    def free_blocks(self) -> set[int]:
+        """Ids of the blocks that remember nothing."""
+        return set(self._free)
+
+    def registered_blocks(self) -> list[int]:
+        """Blocks that a prompt could hit: cached ones in the order of their eviction, then live ones, tails first."""
+        live = [(-prefix.num_blocks, b) for b, prefix in enumerate(self._prefix) if prefix and self._refs[b]]
+        return [*self._cached, *(b for _, b in sorted(live))]
 
     def ref(self, block: int) -> int:
         """References to a block."""
@@ -295,6 +304,30 @@ class BlockPool:
         """Forget every prefix, live blocks' too, for instance because the weights changed."""
         for block in range(self.num_blocks):
             self.forget(block)
+
+    def renumber(self, moves: Mapping[int, int]) -> None:
+        """Take the place of each block ``old`` to ``new = moves[old]``, a free block: references, prefix and all.
+
+        Raises:
+            ArgumentError: a block that is free, or a new place that is not (or is named twice). Nothing has changed.
+        """
+        taken = [self._known(new) for new in moves.values()]
+        free = self.free_blocks()
+        for old, new in moves.items():
+            if self._known(old) in free or new not in free:
+                what = "is free" if old in free else f"cannot move to {new}, which is in use"
+                raise ArgumentError(f"block {old} {what}; a block in use moves to a free one")
+        if len(set(taken)) != len(taken):
+            raise ArgumentError(f"two blocks move to the same place among {sorted(taken)}")
+        for old, new in moves.items():
+            self._refs[new], self._refs[old] = self._refs[old], 0
+            prefix, self._prefix[old] = self._prefix[old], None
+            self._prefix[new] = prefix
+            if prefix is not None:
+                bucket = self._by_digest[prefix.digest]
+                bucket[bucket.index(old)] = new
+        self._cached = OrderedDict.fromkeys(moves.get(block, block) for block in self._cached)
+        self._free = sorted((free - set(taken)) | set(moves), reverse=True)  # the lowest goes first
 
     # Proof ----------------------------------------------------------------------------------------------------------
 

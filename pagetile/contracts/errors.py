@@ -11,6 +11,7 @@
     ├── BlockTableError    (IndexError)           a block id outside the cache
     ├── UnsupportedError   (NotImplementedError)  an argument that is known here and not implemented
     │   └── BackendError                          the backend asked for cannot take this problem
+    ├── CacheFileError     (ValueError)           a file that is damaged, or was saved from another kind of cache
     └── OutOfBlocksError   (RuntimeError)         the pool has fewer free blocks than asked for
 
 Each class also derives from the builtin that a caller would expect, so ``except IndexError`` works without
@@ -71,6 +72,10 @@ class BackendError(UnsupportedError):
     def __init__(self, message: str, reasons: Mapping[str, Sequence[str]]) -> None:
         super().__init__(message)
         self.reasons = {name: list(why) for name, why in reasons.items()}
+
+
+class CacheFileError(PagetileError, ValueError):
+    """A file that is damaged, is no saved cache, or was saved from another kind of cache."""
 
 
 class OutOfBlocksError(PagetileError, RuntimeError):

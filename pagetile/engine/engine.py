@@ -22,7 +22,7 @@ from pagetile.engine.rows import StepRows
 from pagetile.engine.runner import Kernels, ModelRunner
 from pagetile.engine.sampling import Choice, choose, require_finite, score_prompt
 from pagetile.engine.scheduler import Scheduler, StepPlan
-from pagetile.engine.sizing import EngineConfig, eos_ids, longest, make_cache
+from pagetile.engine.sizing import EngineConfig, eos_ids, longest, make_cache, make_host
 from pagetile.engine.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class Engine:
         self.table = SequenceTable.for_cache(self.cache, prefix_cache=self.config.prefix_cache)
         kernels = Kernels(self.config.backend, self.config.batch_invariant)
         self.runner: ModelRunner | None = ModelRunner(model, self.spec, self.cache, kernels)
-        self.scheduler = Scheduler(self.table, self.config.max_batch_tokens, self.config.max_num_seqs)
+        self.host = make_host(self.table, self.cache, self.config)
+        self.scheduler = Scheduler(self.table, self.config.max_batch_tokens, self.config.max_num_seqs, self.host)
         self.eos_ids = eos_ids(model)
         self._requests: dict[str, Request] = {}
         self._names = itertools.count()
@@ -171,6 +172,7 @@ class Engine:
         except BaseException:
             self.scheduler.undo(plan)
             raise
+        self.scheduler.settle()
         self._stats.add_step(prefill, decode, len(deltas), time.perf_counter() - began)
         return deltas
 
@@ -180,6 +182,7 @@ class Engine:
         return replace(
             self._stats,
             preemptions=self.table.stats.preemptions,
+            swaps=0 if self.host is None else self.host.num_swaps,
             total_blocks=sum(pool.num_blocks for pool in self.table.pools.values()),
             block_size=self.cache.block_size,
             max_length=self.max_length,
@@ -200,7 +203,7 @@ class Engine:
 
     def _forward(self, runner: ModelRunner, plan: StepPlan, rows: StepRows) -> Tensor:
         """Logits of the rows that choose a token; scores prompt tokens on the way. Nothing is committed."""
-        self.cache.run_copies(plan.copies)
+        self._move(plan)
         batch = self.table.batch([(sample.seq, count) for sample, count in plan.work], device=runner.device)
         logits = runner.forward(batch, rows.ready_rows + rows.score_rows)
         chosen = logits[: len(rows.ready)]
@@ -211,6 +214,14 @@ class Engine:
                 next(scored)[None], [request.prompt_ids[position]], request.params.prompt_logprobs or 0
             )[0]
         return chosen
+
+    def _move(self, plan: StepPlan) -> None:
+        """Copy the blocks that a plan moves: out before their places are written, in before the model reads them."""
+        if self.host is not None:
+            self.host.send(plan.sends)
+        self.cache.run_copies(plan.copies)
+        if self.host is not None:
+            self.host.fetch(transfer for transfers in plan.fetches.values() for transfer in transfers)
 
     def _fork(self, ready: list[Sample], logits: Tensor) -> tuple[list[Sample], Tensor]:
         """Let the siblings of samples whose prompt is now computed come to life; each chooses from the same row."""

@@ -42,8 +42,8 @@ class LLM:
         dtype: of the weights; None is the model's own (float32 for GGUF).
         device: None is where the model is, or the CPU.
         gguf_file: name of a GGUF file inside the folder.
-        block_size, num_blocks, memory, max_batch_tokens, max_num_seqs, max_length, prefix_cache, backend,
-            batch_invariant: see :class:`pagetile.engine.sizing.EngineConfig`.
+        block_size, num_blocks, memory, max_batch_tokens, max_num_seqs, max_length, prefix_cache, preemption,
+            host_blocks, backend, batch_invariant: see :class:`pagetile.engine.sizing.EngineConfig`.
 
     Raises:
         ModelNotFoundError: there is no model where the caller said.
@@ -66,6 +66,8 @@ class LLM:
         max_num_seqs: int = 64,
         max_length: int | None = None,
         prefix_cache: bool = True,
+        preemption: Literal["recompute", "swap"] = "recompute",
+        host_blocks: int | None = None,
         backend: str = "auto",
         batch_invariant: bool = False,
     ) -> None:
@@ -77,6 +79,8 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_length=max_length,
             prefix_cache=prefix_cache,
+            preemption=preemption,
+            host_blocks=host_blocks,
             backend=backend,
             batch_invariant=batch_invariant,
         )

@@ -1,10 +1,10 @@
 """Who computes what in a step: admit, budget, preempt. It touches no tensor and no clock.
 
 Samples run in the order in which their requests came. A step gives every running sample the tokens it has left, within
-a budget of tokens; when blocks run out, the youngest sample loses its own and waits to be computed again (preemption by
-recompute). A waiting sample is admitted when its whole sequence fits beside one more block for everybody who runs, so
-that an admission does not cost somebody else's work in the next step; and when nobody is computing its next block
-already: then it waits for the hit.
+a budget of tokens; when blocks run out, the youngest sample loses its own and waits: to be computed again (preemption
+by recompute), or for its blocks to come back from the host (preemption by swap). A waiting sample is admitted when its
+whole sequence fits beside one more block for everybody who runs, so that an admission does not cost somebody else's
+work in the next step; and when nobody is computing its next block already: then it waits for the hit.
 
 The oldest sample can take the blocks of all others, and alone it fits (:meth:`Scheduler.require_fits`), so every step
 makes progress.
@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pagetile.cache.groups import LayerGroup
+from pagetile.cache.offload import HostBlocks, Transfer
 from pagetile.cache.reservation import BlockCopy
 from pagetile.cache.sequences import SequenceTable
 from pagetile.contracts.errors import ArgumentError, OutOfBlocksError
@@ -36,11 +37,16 @@ class StepPlan:
 
     Attributes:
         work: samples with the number of their new tokens, in the order of the packed rows.
+        sends: device blocks to copy to the host, before anything else.
         copies: blocks to copy before anything is written.
+        fetches: host blocks to copy back, before the model runs.
     """
 
     work: list[tuple[Sample, int]] = field(default_factory=list)
+    sends: list[Transfer] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    fetches: dict[int, list[Transfer]] = field(default_factory=dict)
+    """By the id of the sequence that comes back."""
 
 
 class Scheduler:
@@ -50,19 +56,23 @@ class Scheduler:
         table: sequences and their blocks.
         max_batch_tokens: tokens that one step computes at most.
         max_num_seqs: samples that run at once at most.
+        host: where preempted samples keep their blocks; None computes them again.
 
     Attributes:
         running: oldest first.
         waiting: next first; preempted samples go to the front.
     """
 
-    def __init__(self, table: SequenceTable, max_batch_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, table: SequenceTable, max_batch_tokens: int, max_num_seqs: int, host: HostBlocks | None = None
+    ) -> None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("max_num_seqs", max_num_seqs)):
             if value < 1:
                 raise ArgumentError(f"{name} is {value}; it must be at least 1")
         self.table = table
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
+        self.host = host
         self.running: list[Sample] = []
         self.waiting: deque[Sample] = deque()
         self._blocked = False  # the first waiting sample did not fit, and no block has come back since
@@ -105,16 +115,38 @@ class Scheduler:
             self.running.remove(sample)
         else:
             self.waiting.remove(sample)
+        if self.host is not None:
+            self.host.forget(sample.seq)
         self.table.free(sample.seq)
         self._blocked = False
 
-    def preempt(self, sample: Sample) -> None:
-        """Send a running sample back to the front of the queue, without its blocks."""
+    def preempt(self, sample: Sample, plan: StepPlan | None = None) -> None:
+        """Send a running sample back to the front of the queue, without its blocks.
+
+        With the plan of the step that needs them, what is worth it goes to the host first; without, what the blocks
+        hold is not to be trusted.
+        """
         self.running.remove(sample)
-        self.table.preempt(sample.seq)
+        if plan is None or not self._park(sample, plan):
+            self.table.preempt(sample.seq)
         self.waiting.appendleft(sample)
         sample.request.metrics.preemptions += 1
         self._blocked = False
+
+    def _park(self, sample: Sample, plan: StepPlan) -> bool:
+        """Whether a sample's blocks go to the host, or are there still."""
+        if self.host is None:
+            return False
+        if plan.fetches.pop(sample.seq.id, None) is not None:  # it came back in this very step
+            self.host.cancel(sample.seq)
+            return True
+        if sample.seq.num_computed <= sample.seq.num_hit:
+            return False  # the prefix cache has it all
+        try:
+            plan.sends += self.host.park(sample.seq)
+        except OutOfBlocksError:
+            return False
+        return True
 
     # A step ---------------------------------------------------------------------------------------------------------
 
@@ -144,10 +176,18 @@ class Scheduler:
 
     def undo(self, plan: StepPlan) -> None:
         """After a step that failed: its samples, and the forks it made, start again; who knows what was written."""
+        if self.host is not None:
+            for sample in [*self.waiting, *self.running]:
+                self.host.cancel(sample.seq)
         planned = [sample for sample, _ in plan.work]
         for sample in reversed(list(self.running)):
             if sample in planned or sample.seq.num_uncomputed == 0:
                 self.preempt(sample)
+
+    def settle(self) -> None:
+        """After a step that worked: what it moved to the host and back counts."""
+        if self.host is not None:
+            self.host.settle(sample.seq for sample in [*self.waiting, *self.running])
 
     def _reserve(self, plan: StepPlan, sample: Sample, count: int) -> int:
         """Reserve up to ``count`` tokens, at the cost of younger samples; how many, 0 if it lost its own blocks."""
@@ -157,13 +197,13 @@ class Scheduler:
             except OutOfBlocksError:
                 youngest = self.running[-1]
                 if youngest is not sample:
-                    self.preempt(youngest)
+                    self.preempt(youngest, plan)
                 elif sample is self.running[0] and count > 1:
                     count = (count + 1) // 2  # alone: a shorter piece lets the window release blocks in between
                 elif sample is self.running[0]:
                     raise  # require_fits promised that this cannot happen
                 else:
-                    self.preempt(sample)
+                    self.preempt(sample, plan)
                     return 0
             else:
                 plan.work.append((sample, count))
@@ -175,12 +215,17 @@ class Scheduler:
         for sample in list(self.waiting):
             if budget <= 0 or self._blocked or slots + sample.slots > self.max_num_seqs:
                 return
-            if self._takes_hits(sample):
+            parked = self.host is not None and sample.seq in self.host
+            if not parked and self._takes_hits(sample):
                 if self._in_flight(plan, sample):
                     continue
                 self.table.take_hits(sample.seq)
             if self.running and not self._room_for(sample):
-                self._give_back(sample)
+                self.table.preempt(sample.seq)  # what it took for a hit
+                self._blocked = True
+                return
+            if parked and not self._unpark(sample, plan):
+                self._blocked = True
                 return
             self.waiting.remove(sample)
             self.running.append(sample)
@@ -207,11 +252,16 @@ class Scheduler:
                 return True
         return False
 
-    def _give_back(self, sample: Sample) -> None:
-        preemptions = self.table.stats.preemptions
-        self.table.preempt(sample.seq)
-        self.table.stats.preemptions = preemptions  # it had not begun
-        self._blocked = True
+    def _unpark(self, sample: Sample, plan: StepPlan) -> bool:
+        """Whether a sample has its blocks back."""
+        assert self.host is not None
+        try:
+            plan.fetches[sample.seq.id] = self.host.unpark(sample.seq)
+        except OutOfBlocksError:
+            if self.running:
+                return False
+            self.host.forget(sample.seq)  # nobody else is there to wait for: computed again, in pieces that fit
+        return True
 
     def _room_for(self, sample: Sample) -> bool:
         """Whether all its tokens fit, and everybody who runs can take one more block."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from pagetile.cache.groups import CacheGeometry
 from pagetile.cache.kv import PagedKVCache
 from pagetile.cache.memory import budget
+from pagetile.cache.offload import HostBlocks
+from pagetile.cache.sequences import SequenceTable
 from pagetile.contracts.errors import ArgumentError
 from pagetile.contracts.geometry import blocks_for
 from pagetile.engine.probe import ModelSpec
@@ -30,6 +32,9 @@ class EngineConfig:
         max_num_seqs: sequences that run at once at most.
         max_length: tokens of a prompt and its answer at most; None is what the model was made for.
         prefix_cache: whether full blocks of earlier prompts and answers are kept and shared.
+        preemption: what becomes of a sequence that must give its blocks to an older one: ``"recompute"`` computes it
+            again, ``"swap"`` keeps its blocks in host memory while it waits, as long as there is room.
+        host_blocks: for ``"swap"``: blocks of every group in host memory; None is as many as the cache has.
         backend: of the ops, ``"auto"``, ``"cpu"``, ``"reference"``, ...
         batch_invariant: the attention of a row does not depend, bit for bit, on the rest of the batch. The model's
             matrix products are torch's and may still differ in the last bit.
@@ -42,6 +47,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_length: int | None = None
     prefix_cache: bool = True
+    preemption: Literal["recompute", "swap"] = "recompute"
+    host_blocks: int | None = None
     backend: str = "auto"
     batch_invariant: bool = False
 
@@ -86,6 +93,21 @@ def make_cache(model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, ma
     else:
         num_blocks = config.num_blocks
     return PagedKVCache(groups=groups, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device)
+
+
+def make_host(table: SequenceTable, cache: PagedKVCache, config: EngineConfig) -> HostBlocks | None:
+    """Host blocks for preempted sequences, if the configuration asks for them.
+
+    Raises:
+        ArgumentError: an unknown policy, fewer than 1 host block, or host blocks that no policy uses.
+    """
+    if config.preemption not in ("recompute", "swap"):
+        raise ArgumentError(f"preemption is {config.preemption!r}; it must be 'recompute' or 'swap'")
+    if config.preemption == "swap":
+        return HostBlocks(table, cache, cache.num_blocks if config.host_blocks is None else config.host_blocks)
+    if config.host_blocks is not None:
+        raise ArgumentError(f"host_blocks is {config.host_blocks}; it goes with preemption='swap'")
+    return None
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -20,7 +20,8 @@ class EngineStats:
         prefill_seconds, decode_seconds: of the steps, sampling and bookkeeping included.
         prompt_tokens: tokens of the prompts of requests that got their first token.
         prefix_hit_tokens: of those, found in the prefix cache.
-        preemptions: samples that lost their blocks and were computed again.
+        preemptions: samples that lost their blocks.
+        swaps: of those, samples whose blocks waited in host memory; the others were computed again.
         peak_blocks, total_blocks: live blocks at the fullest step, and all blocks, summed over the groups of layers.
         memory: bytes at the fullest step, beside contiguous buffers for the same sequences.
         max_length: tokens of a contiguous buffer of the maximum length.
@@ -35,6 +36,7 @@ class EngineStats:
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0
     peak_blocks: int = 0
     total_blocks: int = 0
     block_size: int = 0

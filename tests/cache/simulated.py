@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pagetile.cache.offload import HostBlocks, Transfer
 from pagetile.cache.pool import BlockPool
 from pagetile.cache.prefix import Prefix
 from pagetile.cache.sequence import Sequence
@@ -28,14 +29,27 @@ class SimulatedCache:
         self.table = table
         self.slots: dict[str, dict[int, Identity]] = {g.name: {} for g in table.groups}
 
+    @property
+    def groups(self):
+        return self.table.groups
+
+    @property
+    def block_size(self) -> int:
+        return self.table.block_size
+
+    @property
+    def num_blocks(self) -> dict[str, int]:
+        return {name: pool.num_blocks for name, pool in self.table.pools.items()}
+
+    def on_host(self, _num_blocks: object) -> SimulatedCache:
+        return SimulatedCache(self.table)
+
+    def copy_blocks(self, group: str, pairs: list[tuple[int, int]]) -> None:
+        self.copy((group, src, dst) for src, dst in pairs)
+
     def copy(self, copies: Iterable[tuple[str, int, int]]) -> None:
-        size = self.table.block_size
         for group, src, dst in copies:
-            slots = self.slots[group]
-            for offset in range(size):
-                slots.pop(dst * size + offset, None)
-                if src * size + offset in slots:
-                    slots[dst * size + offset] = slots[src * size + offset]
+            move_slots(self.slots[group], src, self.slots[group], dst, self.table.block_size)
 
     def forward(self, work: list[tuple[Sequence, int]]) -> None:
         """Write the new tokens at their slots, then check every read of every query."""
@@ -95,6 +109,26 @@ class SimulatedCache:
                 held = self.slots[group].get(block * size + offset)
                 assert held is not None
                 assert held[1] == tokens[: len(tokens) - size + offset + 1], f"{group}: block {block} is not {prefix}"
+
+
+class SimulatedHost(HostBlocks):
+    """Host blocks over simulated slots; what waits there is only what was sent."""
+
+    def send(self, transfers: Iterable[Transfer]) -> None:
+        for group, device, host in transfers:
+            move_slots(self.device.slots[group], device, self.cache.slots[group], host, self.table.block_size)
+
+    def fetch(self, transfers: Iterable[Transfer]) -> None:
+        for group, device, host in transfers:
+            move_slots(self.cache.slots[group], host, self.device.slots[group], device, self.table.block_size)
+
+
+def move_slots(src: dict[int, Identity], old: int, dst: dict[int, Identity], new: int, size: int) -> None:
+    """A copy of a block's slots from one store to another (or within one)."""
+    for offset in range(size):
+        dst.pop(new * size + offset, None)
+        if old * size + offset in src:
+            dst[new * size + offset] = src[old * size + offset]
 
 
 def prefix_tokens(prefix: Prefix) -> tuple[int, ...]:

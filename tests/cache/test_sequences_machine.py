@@ -6,13 +6,17 @@ first write, windows, hits, rollbacks. And each hit must be the longest one that
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from simulated import SimulatedCache, prefix_tokens, snapshot
+from simulated import SimulatedCache, SimulatedHost, prefix_tokens, snapshot
 
+from pagetile.cache.defragment import defragment
 from pagetile.cache.groups import LayerGroup
+from pagetile.cache.offload import Phase
 from pagetile.cache.prefix import blake2b
 from pagetile.cache.sequence import Sequence
 from pagetile.cache.sequences import SequenceTable
@@ -41,17 +45,25 @@ class SequencesMachine(RuleBasedStateMachine):
         groups = [LayerGroup(f"g{i}", (i,), window) for i, window in enumerate(GROUPS[windows])]
         self.table = SequenceTable(groups, num_blocks, block_size, prefix_cache=prefix_cache, hasher=self.hasher)
         self.cache = SimulatedCache(self.table)
+        self.host = SimulatedHost(self.table, self.cache, max(1, num_blocks // 2))  # type: ignore[arg-type]
 
     def teardown(self) -> None:
         if hasattr(self, "table"):
             for seq in self.table.sequences:
+                self.host.forget(seq)
                 self.table.free(seq)
             self.table.check()
+            self.host.check()
             for pool in self.table.pools.values():
                 assert pool.num_live == 0, "a block leaked"
 
     def one(self, data: st.DataObject) -> Sequence:
         return data.draw(st.sampled_from(self.table.sequences))
+
+    def one_here(self, data: st.DataObject) -> Sequence | None:
+        """A sequence that is not parked."""
+        here = [seq for seq in self.table.sequences if seq not in self.host]
+        return data.draw(st.sampled_from(here)) if here else None
 
     # The longest hit, by the definition: every group holds what the next query sees, up to the boundary
 
@@ -109,6 +121,7 @@ class SequencesMachine(RuleBasedStateMachine):
 
     def draw_work(self, data: st.DataObject) -> list[tuple[Sequence, int]]:
         chosen = data.draw(st.lists(st.sampled_from(self.table.sequences), unique_by=id, max_size=4))
+        chosen = [seq for seq in chosen if seq not in self.host]
         return [(seq, data.draw(st.integers(0, seq.num_uncomputed))) for seq in chosen]
 
     @precondition(lambda self: self.table.sequences)
@@ -125,8 +138,11 @@ class SequencesMachine(RuleBasedStateMachine):
         if meddle:
             others = [s for s in self.table.sequences if all(s is not seq for seq, _ in work)]
             if others:
-                self.table.free(data.draw(st.sampled_from(others)))
-            for seq in [s for s in self.table.sequences if all(s is not x for x, _ in work)][:1]:
+                gone = data.draw(st.sampled_from(others))
+                self.host.forget(gone)
+                self.table.free(gone)
+            idle = [s for s in self.table.sequences if all(s is not x for x, _ in work) and s not in self.host]
+            for seq in idle[:1]:
                 try:
                     copies += self.table.reserve(seq, seq.num_uncomputed)
                     work.append((seq, seq.num_uncomputed))
@@ -154,6 +170,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         seq = self.one(data)
+        self.host.forget(seq)
         self.table.free(seq)
         with pytest.raises(ArgumentError, match="not in this table"):
             self.table.reserve(seq, 1)
@@ -162,7 +179,9 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.table.sequences)
     @rule(data=st.data(), again=st.booleans())
     def preempt(self, data: st.DataObject, again: bool) -> None:
-        seq = self.one(data)
+        seq = self.one_here(data)
+        if seq is None:
+            return
         self.table.preempt(seq)
         assert seq.num_computed == 0
         if again and self.table.prefix_cache:
@@ -173,13 +192,79 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.table.sequences)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        seq = self.one(data)
+        seq = self.one_here(data)
+        if seq is None:
+            return
         n = data.draw(st.integers(0, len(seq)))
         kept, computed = list(seq.token_ids)[:n], min(n, seq.num_computed)
         assert self.table.truncate(seq, n) in (0, computed)
         if all(g.window is None for g in self.table.groups):
             assert seq.num_computed == computed
         assert list(seq.token_ids) == kept
+        self.cache.check()
+
+    @rule()
+    def defragment(self) -> None:
+        """Whatever is in use lies at the low ids afterwards, and reads what it read before."""
+        if any(seq.holds for seq in self.table.sequences):
+            before = snapshot(self.table)
+            with pytest.raises(ArgumentError, match="waits for copies"):
+                defragment(self.table, self.cache)  # type: ignore[arg-type]
+            assert snapshot(self.table) == before
+            return
+        defragment(self.table, self.cache)  # type: ignore[arg-type]
+        for pool in self.table.pools.values():
+            assert pool.free_blocks() == set(range(pool.num_live + pool.num_cached, pool.num_blocks))
+        self.cache.check()
+
+    @precondition(lambda self: self.table.sequences)
+    @rule(data=st.data(), works=st.booleans())
+    def park(self, data: st.DataObject, works: bool) -> None:
+        """Out to the host; when the step fails it is computed again, as after an ordinary preemption."""
+        seq = self.one_here(data)
+        if seq is None or seq.holds:
+            return
+        before = snapshot(self.table)
+        try:
+            out = self.host.park(seq)
+        except OutOfBlocksError:
+            assert snapshot(self.table) == before
+        else:
+            assert seq.num_computed == 0
+            assert not any(seq.blocks.values())
+            self.host.send(out)
+            if works:
+                self.host.settle([seq])
+            else:
+                self.host.cancel(seq)
+            assert (seq in self.host) == works
+        self.host.check()
+        self.cache.check()
+
+    @precondition(lambda self: any(seq in self.host for seq in self.table.sequences))
+    @rule(data=st.data(), works=st.booleans(), grow=st.booleans())
+    def unpark(self, data: st.DataObject, works: bool, grow: bool) -> None:
+        """Back where it was, its data too; a step that fails leaves it parked."""
+        seq = data.draw(st.sampled_from([s for s in self.table.sequences if s in self.host]))
+        entry, before = self.host.parked[seq.id], snapshot(self.table)
+        try:
+            back = self.host.unpark(seq)
+        except OutOfBlocksError:
+            assert snapshot(self.table) == before
+            assert entry.phase is Phase.PARKED
+            return
+        assert (seq.num_computed, seq.num_stored) == (entry.num_computed, entry.num_stored)
+        if not works:
+            self.host.cancel(seq)
+            assert seq in self.host
+        else:
+            self.host.fetch(back)
+            if grow:
+                with contextlib.suppress(OutOfBlocksError):
+                    self.cache.step([(seq, seq.num_uncomputed)])
+            self.host.settle([seq])
+            assert seq not in self.host
+        self.host.check()
         self.cache.check()
 
 

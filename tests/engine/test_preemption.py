@@ -8,6 +8,7 @@ from tiny_models import NEW_TOKENS, generated, live_blocks, prompts_of, run, tin
 
 from pagetile.contracts.errors import ArgumentError
 from pagetile.engine import Engine, SamplingParams
+from pagetile.engine.scheduler import StepPlan
 
 PROMPTS = prompts_of((19, 7, 30), seed=4)
 
@@ -37,6 +38,110 @@ def test_preempted_at_every_step(name: str, prefix_cache: bool, make_engine) -> 
             engine.scheduler.preempt(sample)
         assert live_blocks(engine) == 0
         assert finish(engine)[request] == expected, f"preempted after {at} steps"
+
+
+def swap_out(engine: Engine) -> None:
+    """Preempt whoever runs, to the host, as a step does whose older samples need the blocks."""
+    plan = StepPlan()
+    for sample in list(engine.scheduler.running):
+        engine.scheduler.preempt(sample, plan)
+    engine.host.send(plan.sends)
+    engine.scheduler.settle()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_swapped_at_every_step(name: str, prefix_cache: bool, make_engine) -> None:
+    """What waited on the host is what was there: nothing is computed twice, and the answer is the undisturbed one."""
+    [prompt] = prompts_of((19,))
+    expected = generated(name, [prompt], 20)[0]
+    sizes = {"block_size": 4, "max_batch_tokens": 8, "prefix_cache": prefix_cache}
+    engine = make_engine(tiny(name), preemption="swap", **sizes)
+    for at in range(20):
+        request = engine.add_request(prompt, SamplingParams(max_tokens=20))
+        rows = engine.stats.prefill_tokens + engine.stats.decode_tokens
+        for _ in range(at):
+            engine.step()
+        swap_out(engine)
+        assert live_blocks(engine) == 0
+        for cache in (engine.cache.block_tensors(g.name) for g in engine.cache.groups):
+            for tensor in cache.values():
+                tensor.fill_(float("nan"))  # and nothing of it was left on the device
+        engine.table.reset_prefix_cache()
+        assert finish(engine)[request] == expected, f"swapped after {at} steps"
+        if not prefix_cache:
+            assert engine.stats.prefill_tokens + engine.stats.decode_tokens - rows == 19 + 20 - 1
+        engine.host.check()
+        assert not engine.host.parked
+
+
+@pytest.mark.parametrize("host_blocks", [1, 12, 100])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_swapping_under_pressure(name: str, host_blocks: int, make_engine) -> None:
+    """Few blocks: some swap, some find no room on the host and are computed again; every answer is the undisturbed."""
+    engine = make_engine(
+        tiny(name), block_size=4, num_blocks=17, max_batch_tokens=16, preemption="swap", host_blocks=host_blocks
+    )
+    ids = [engine.add_request(prompt, SamplingParams(max_tokens=30)) for prompt in PROMPTS]
+    answers = {}
+    while engine.has_unfinished():
+        for delta in engine.step():
+            if delta.output is not None:
+                answers[delta.request_id] = delta.output.outputs[0].token_ids
+        engine.table.check()
+        engine.host.check()
+    assert [answers[i] for i in ids] == generated(name, PROMPTS, 30)
+    assert engine.stats.preemptions > 0
+    assert host_blocks == 1 or engine.stats.swaps > 0
+    assert not engine.host.parked
+
+
+def test_a_failed_step_keeps_what_is_parked(make_engine, monkeypatch) -> None:
+    """A step that brings a sample back and fails: it is parked as before, and comes back with the next."""
+    [prompt] = prompts_of((19,))
+    expected = generated("llama", [prompt], 20)[0]
+    engine = make_engine(tiny("llama"), block_size=4, max_batch_tokens=32, preemption="swap")
+    request = engine.add_request(prompt, SamplingParams(max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    swap_out(engine)
+
+    def fail(*_args):
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            engine.step()
+    assert len(engine.host.parked) == 1
+    assert live_blocks(engine) == 0
+    engine.host.check()
+    assert finish(engine)[request] == expected
+    assert engine.stats.swaps == 1
+
+
+@pytest.mark.parametrize("when", ["parked", "back"])
+def test_an_aborted_request_leaves_the_host(when: str, make_engine) -> None:
+    engine = make_engine(tiny("llama"), block_size=4, preemption="swap")
+    request = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    swap_out(engine)
+    if when == "back":
+        engine.step()
+    engine.abort(request)
+    engine.host.check()
+    assert not engine.host.parked
+    assert live_blocks(engine) == 0
+
+
+def test_swap_settings_that_say_nothing(make_engine) -> None:
+    with pytest.raises(ArgumentError, match="preemption is 'swop'"):
+        make_engine(tiny("llama"), preemption="swop")
+    with pytest.raises(ArgumentError, match="host_blocks is 4; it goes with preemption='swap'"):
+        make_engine(tiny("llama"), host_blocks=4)
+    with pytest.raises(ArgumentError, match="num_blocks of the host"):
+        make_engine(tiny("llama"), preemption="swap", host_blocks=0)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
