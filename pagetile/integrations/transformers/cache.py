@@ -272,6 +272,7 @@ class PagedCache(Cache):
             ArgumentError: the number is positive (once the meaning was another) or larger than the cache.
             UnsupportedError: the window would need tokens whose blocks were given back.
         """
+        tokens_to_remove = int(tokens_to_remove)  # some hosts pass a tensor
         if tokens_to_remove > 0:
             raise ArgumentError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
         # After a forward that failed, the first layers and their tables are ahead of the others.
