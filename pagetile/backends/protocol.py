@@ -106,6 +106,11 @@ class Backend(Protocol):
         before anything is written. Without it, a workspace is taken as large enough.
     ``check(call: WriteCall | AttendCall) -> None``
         ``validate=True`` away from the CPU: look at the values, wait, raise. Without it, that argument raises.
+    ``attend_again(call: AttendCall) -> Callable | None``, ``write_again(call: WriteCall) -> Callable | None``
+        A function of ``q, k, v, out, lse, query_start_loc, seq_lens, block_table`` or of ``key, value, key_cache,
+        value_cache, slot_mapping`` that does what the verb does for tensors that differ from those of ``call`` in
+        their values and addresses alone (``aligned`` of the problem included). Without it, or where it returns None,
+        the verb is called.
     ``raise_deferred(device: torch.device | None) -> None``
         Report what kernels have found wrong since; see :func:`pagetile.raise_deferred`.
     """

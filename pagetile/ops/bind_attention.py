@@ -7,6 +7,7 @@ The messages speak of the arguments of the public function that was called; :dat
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from pagetile.contracts.shapes import (
     require_tensor,
 )
 from pagetile.ops.checks import INDEX_DTYPES, finest, scale_granularity
+from pagetile.ops.scales import split_scale
 from pagetile.ops.write import aligned_strides, bind_kind
 from pagetile.ops.xpacked import Layout, bind_caches
 
@@ -142,6 +144,10 @@ class AttendArgs:
     def names(self) -> Names:
         """What the caller calls them."""
         return NAMES.get(self.caller, VARLEN)
+
+    def plain_tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that decide whether a call is a plain one."""
+        return self.q, self.k, self.v, self.query_start_loc, self.seq_lens, self.block_table
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors that are there (scales apart), with the names that the caller knows them by."""
@@ -310,3 +316,41 @@ def window_for(window: tuple[int, int]) -> tuple[int, int]:
     if min(window) < -1:
         raise ArgumentError(f"window is {window}; use -1 for unbounded, or a distance of 0 or more")
     return window
+
+
+def op_arguments(args: AttendArgs) -> tuple[Any, ...]:
+    """What the operators take after ``out`` and ``lse``, in the order of their schema."""
+    k_tensor, k_float = split_scale(args.k_scale)
+    v_tensor, v_float = split_scale(args.v_scale)
+    return (
+        args.q,
+        args.k,
+        args.v,
+        args.query_start_loc,
+        args.seq_lens,
+        args.key_start_loc,
+        args.block_table,
+        args.max_q_len,
+        args.max_k_len,
+        args.scale,
+        *args.window,
+        args.softcap,
+        args.key_starts,
+        args.alibi_slopes,
+        args.sinks,
+        k_tensor,
+        v_tensor,
+        k_float,
+        v_float,
+        args.kv_cache_dtype,
+        args.num_splits,
+        args.batch_invariant,
+        args.backend,
+        str(args.validate),
+        args.caller,
+    )
+
+
+def with_outputs(args: AttendArgs, out: Tensor, lse: Tensor | None, workspace: Tensor | None) -> AttendArgs:
+    """``args`` writing to ``out``, ``lse`` and ``workspace``."""
+    return replace(args, out=out, lse=lse, workspace=workspace, with_lse=lse is not None)

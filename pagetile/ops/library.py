@@ -28,8 +28,8 @@ from torch.library import Library, register_fake
 
 from pagetile.ops.append import append_slots
 from pagetile.ops.arguments import check_keys, check_softcap
-from pagetile.ops.attention import admit_attend, run_attend, with_outputs
-from pagetile.ops.bind_attention import VARLEN, AttendArgs, bind_attend, window_for
+from pagetile.ops.attention import admit_attend, run_attend
+from pagetile.ops.bind_attention import VARLEN, AttendArgs, bind_attend, window_for, with_outputs
 from pagetile.ops.checks import host_float
 from pagetile.ops.inplace import keep_in_place
 from pagetile.ops.merge import bind_merge, run_merge

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.library import register_fake
 
-from pagetile.ops.attention import with_outputs
-from pagetile.ops.bind_attention import SUFFIX, AttendArgs, bind_attend
+from pagetile.ops.bind_attention import SUFFIX, AttendArgs, bind_attend, with_outputs
 from pagetile.ops.inplace import keep_in_place
 from pagetile.ops.library import ATTEND, LIBRARY, attend_args, fake_outputs
 from pagetile.ops.shared_prefix import Prefix, check_reach, prefix_args, run_shared_prefix

@@ -38,15 +38,18 @@ class Apart:
     Args:
         tensors: as in the call that was planned; their shapes and strides are those of every call of the plan.
         pairs: which of them must be apart.
+
+    Attributes:
+        seen: addresses that have been found apart, and need not be checked.
     """
 
-    __slots__ = ("_known", "_pairs", "_seen", "_spans")
+    __slots__ = ("_known", "_pairs", "_spans", "seen")
 
     def __init__(self, tensors: Sequence[Tensor | None], pairs: Sequence[Pair]) -> None:
         self._spans = [0 if tensor is None else span(tensor) for tensor in tensors]
         self._pairs = [pair for pair in pairs if self._spans[pair[0]] and self._spans[pair[1]]]
         self._known: set[tuple[int, int, int]] = set()
-        self._seen: set[tuple[int, ...]] = set()
+        self.seen: set[tuple[int, ...]] = set()
 
     def check(self, addresses: tuple[int, ...], tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
         """Hold this call's tensors to memory of their own.
@@ -57,7 +60,7 @@ class Apart:
         Raises:
             ArgumentError: two of them share an element, and are not the same view of it where that is allowed.
         """
-        if addresses in self._seen:
+        if addresses in self.seen:
             return
         spans = self._spans
         for i, j, may_be_same in self._pairs:
@@ -66,9 +69,9 @@ class Apart:
                 known = (i, j, here - there)
                 if known not in self._known:
                     self._work_out(known, tensors, names, may_be_same)
-        if len(self._seen) >= _MAX_KNOWN:
-            self._seen.clear()
-        self._seen.add(addresses)
+        if len(self.seen) >= _MAX_KNOWN:
+            self.seen.clear()
+        self.seen.add(addresses)
 
     def _work_out(
         self, known: tuple[int, int, int], tensors: Sequence[Tensor | None], names: Sequence[str], may_be_same: bool

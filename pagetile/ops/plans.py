@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagetile.backends.protocol import Backend
 from pagetile.contracts.problem import Problem
+from pagetile.ops.again import Settled
 from pagetile.ops.overlap import Apart
 
 Question = TypeVar("Question", bound=Problem)
@@ -33,10 +34,15 @@ class Plan(Generic[Question]):
 
 
 class Plans:
-    """Plans by key; the oldest leave when there are more than ``limit``."""
+    """Plans by key; the oldest leave when there are more than ``limit``.
+
+    Attributes:
+        settled: whole calls, for which no key is made.
+    """
 
     def __init__(self, limit: int = 4096) -> None:
         self.limit = limit
+        self.settled = Settled()
         self._plans: dict[Hashable, Plan[Any]] = {}
         self.get = self._plans.get  # bound once: the lookup is on the path of every call
 
@@ -51,6 +57,7 @@ class Plans:
     def clear(self) -> None:
         """Forget every plan, so that backends are asked again."""
         self._plans.clear()
+        self.settled.clear()
 
     def __len__(self) -> int:
         return len(self._plans)

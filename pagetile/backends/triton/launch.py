@@ -3,12 +3,13 @@
 Triton's public launch path looks at every argument of every call (about 19 microseconds for 17 arguments). A
 :class:`Launch` keeps what cannot change between two calls of one shape (the compiled kernel, the integers, the
 constants) and reads only the pointers again. The compiled kernel's own launcher is private to Triton, so it is used
-behind a probe, in versions it is known in, and only while every pointer is 16-byte aligned as the compiled variant
-assumes; every other call takes the public path, which compiles or finds the right variant.
+behind a probe, in versions it is known in, and only for pointers aligned as the compiled variant assumes (there is one
+for each pattern that is met); every other call takes the public path, which compiles or finds the right variant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ def direct_launch_known() -> bool:
 class Launch:
     """One kernel, one grid, one set of integers and constants; called with the tensors of the moment.
 
+    A compiled kernel assumes of each pointer either that it is a multiple of 16 bytes or nothing, so there is one
+    variant for each pattern of alignment that is met.
+
     Args:
         kernel: a ``triton.jit`` function whose pointers come first.
         grid: three integers.
@@ -65,7 +69,7 @@ class Launch:
         options: ``num_warps`` and the like.
     """
 
-    __slots__ = ("_direct", "_tail", "constants", "grid", "kernel", "options", "scalars")
+    __slots__ = ("_aligned", "_tail", "_unaligned", "constants", "grid", "kernel", "options", "scalars")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], scalars: tuple, constants: dict[str, Any], **options: int
@@ -76,55 +80,67 @@ class Launch:
         self.constants = constants
         self.options = options
         self._tail = (*scalars, *constants.values())
-        self._direct: tuple | None = None
+        self._aligned: tuple | None = None
+        self._unaligned: dict[tuple, tuple] = {}
 
     def __call__(self, device: int, *tensors: Tensor) -> None:
         """Launch on the current stream of ``device``, which must be the current device."""
         if not self.direct(device, [t.data_ptr() for t in tensors]):
             self.public(device, tensors)
 
-    def direct(self, device: int, pointers: list[int]) -> bool:
-        """Launch through the compiled kernel's own launcher if it is at hand and its assumptions hold."""
-        found = self._direct
-        if found is None:
-            return False
+    def direct(self, device: int, pointers: Sequence[int]) -> bool:
+        """Launch through the compiled kernel's own launcher if it is at hand for pointers so aligned."""
         together = 0
         for pointer in pointers:
             together |= pointer
-        if together & 15:
+        found = self._unaligned.get(alignment(pointers)) if together & 15 else self._aligned
+        if found is None:
             return False
-        run, function, cooperative, dependent, packed = found
-        x, y, z = self.grid
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        run, middle, packed = found
         run(
-            x, y, z, stream, function, cooperative, dependent, None, None, packed, None, None, None,
-            *pointers, *self._tail,
+            *self.grid, torch._C._cuda_getCurrentRawStream(device), *middle, packed, None, None, None, *pointers,
+            *self._tail,
         )  # fmt: skip
         return True
 
     def public(self, device: int, tensors: tuple[Tensor, ...]) -> None:
         """Launch through Triton's public path; remember the variant if the next call can be launched directly."""
-        if not direct_launch_known() or any(t.data_ptr() & 15 for t in tensors):
+        if not direct_launch_known():
             self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
             return
+        pattern = alignment([t.data_ptr() for t in tensors])
         key = (
             self.kernel.__name__,
             device,
             tuple(self.constants.values()),
             tuple(self.options.items()),
             tuple(t.dtype for t in tensors),
+            pattern,
             specialised_by(self.scalars, self.kernel.params[len(tensors) : len(tensors) + len(self.scalars)]),
         )
-        self._direct = _variants.get(key)
-        if self._direct is not None:
-            self.direct(device, [t.data_ptr() for t in tensors])
+        found = _variants.get(key)
+        if found is None:
+            compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
+            found = _direct_launcher(compiled)
+            if found is not None:
+                while len(_variants) >= MAX_VARIANTS:
+                    _variants.pop(next(iter(_variants), None), None)
+                _variants[key] = found
+                self._remember(pattern, found)
             return
-        compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
-        self._direct = _direct_launcher(compiled)
-        if self._direct is not None:
-            while len(_variants) >= MAX_VARIANTS:
-                _variants.pop(next(iter(_variants), None), None)
-            _variants[key] = self._direct
+        self._remember(pattern, found)
+        self.direct(device, [t.data_ptr() for t in tensors])
+
+    def _remember(self, pattern: tuple, found: tuple) -> None:
+        if any(pattern):
+            self._unaligned[pattern] = found
+        else:
+            self._aligned = found
+
+
+def alignment(pointers: Sequence[int]) -> tuple[int, ...]:
+    """For each pointer, 0 where it is a multiple of 16 bytes and 1 where it is not."""
+    return tuple([1 if pointer & 15 else 0 for pointer in pointers])
 
 
 def _direct_launcher(compiled: Any) -> tuple | None:
@@ -133,12 +149,7 @@ def _direct_launcher(compiled: Any) -> tuple | None:
         launcher = compiled.run
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
-        return (
-            launcher.launch,
-            compiled.function,
-            launcher.launch_cooperative_grid,
-            launcher.launch_pdl,
-            compiled.packed_metadata,
-        )
+        middle = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        return launcher.launch, middle, compiled.packed_metadata
     except AttributeError:  # another layout of the private launcher: the public path stays
         return None
