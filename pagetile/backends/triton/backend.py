@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pagetile.backends.deferred import error_word, raise_deferred
 from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
 from pagetile.backends.triton import available, tuning
-from pagetile.backends.triton.deferred import error_word, raise_deferred
 from pagetile.contracts.dtypes import FLOATING, QUANTISED
 from pagetile.contracts.problem import AttendProblem, MergeProblem, Problem, WriteProblem
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagetile.backends.triton.deferred import error_word
+from pagetile.backends.deferred import error_word
 from pagetile.contracts.errors import UnsupportedError
 from pagetile.testing.build import build_attend, build_write
 from pagetile.testing.cases import AttendCase, WriteCase
