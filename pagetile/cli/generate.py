@@ -45,6 +45,15 @@ def generate(
     max_num_seqs: Annotated[int, typer.Option(help="Answers in the making at once, at most.")] = 64,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a prompt and its answer at most.")] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Share blocks between prompts that begin alike.")] = True,
+    prefix_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prefixes that earlier runs computed: read if it is there, written at the end.", dir_okay=False
+        ),
+    ] = None,
+    preemption: Annotated[
+        str, typer.Option(help="When blocks run out: recompute, or swap (wait in host memory).")
+    ] = "recompute",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu, triton, hopper or reference.")] = "auto",
@@ -79,9 +88,12 @@ def generate(
                 max_num_seqs=max_num_seqs,
                 max_length=max_length,
                 prefix_cache=prefix_cache,
+                preemption=preemption,  # type: ignore[arg-type]  # checked by the engine
                 backend=backend,
             )
         with llm:
+            if prefix_file is not None and prefix_file.exists():
+                llm.load_prefix_cache(prefix_file)
             asked = [as_prompt(llm, text, chat) for text in texts]
             outputs: list[RequestOutput | None] = [None for _ in asked]
             with display:
@@ -90,6 +102,8 @@ def generate(
                     if delta.output is not None:
                         outputs[number] = delta.output
             stats = llm.stats
+            if prefix_file is not None:
+                llm.save_prefix_cache(prefix_file)
             if json:
                 write_document(document(llm.source, texts, outputs, stats), sys.stdout)
             else:

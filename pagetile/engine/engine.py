@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pagetile.cache.defragment import Moves, defragment
 from pagetile.cache.sequences import SequenceTable
+from pagetile.cache.store import Loaded, load_prefixes, save_prefixes
 from pagetile.contracts.errors import ArgumentError
 from pagetile.engine import attention
 from pagetile.engine.detokenize import TextStream
+from pagetile.engine.identity import weights_identity
 from pagetile.engine.outputs import request_output
 from pagetile.engine.probe import inspect_model
 from pagetile.engine.request import Delta, Request, RequestOutput, Sample, SamplingParams
@@ -142,6 +146,28 @@ class Engine:
         """Step until everything is finished, yielding what each step adds. Requests may be added meanwhile."""
         while self.has_unfinished():
             yield from self.step()
+
+    # Between steps --------------------------------------------------------------------------------------------------
+
+    def save_prefix_cache(self, path: str | os.PathLike) -> int:
+        """Write what later prompts could hit to a file, see :func:`pagetile.cache.save_prefixes`.
+
+        Returns:
+            Blocks that were saved.
+        """
+        return save_prefixes(self.table, self.cache, path, identity=self._identity())
+
+    def load_prefix_cache(self, path: str | os.PathLike) -> Loaded:
+        """Read a file of :meth:`save_prefix_cache` into free blocks, see :func:`pagetile.cache.load_prefixes`.
+
+        Raises:
+            CacheFileError: the file is damaged, or is for another model, geometry, dtype or layout.
+        """
+        return load_prefixes(self.table, self.cache, path, identity=self._identity())
+
+    def defragment(self) -> Moves:
+        """Move the blocks in use to the lowest ids, see :func:`pagetile.cache.defragment`."""
+        return defragment(self.table, self.cache)
 
     def close(self) -> None:
         """Abort everything and let go of the model and the cache. Closing twice is fine."""
@@ -274,6 +300,9 @@ class Engine:
         """Settle the last characters; they may complete a stop string."""
         if sample.text is not None and (stop := sample.text.finish()) is not None:
             sample.finish_reason, sample.stop_reason = "stop", stop
+
+    def _identity(self) -> str:
+        return weights_identity(self._require_open().model)
 
     def _text(self, request: Request) -> TextStream | None:
         if self.tokenizer is None:

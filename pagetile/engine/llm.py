@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from pagetile.cache.store import Loaded
 from pagetile.contracts.errors import ArgumentError
 from pagetile.engine.engine import Engine
 from pagetile.engine.loader import load
@@ -164,6 +165,18 @@ class LLM:
                 self.engine.abort(request_id)
             raise
         return ids
+
+    def save_prefix_cache(self, path: str | os.PathLike) -> int:
+        """Write what later prompts could hit to a file; the number of blocks. See :meth:`Engine.save_prefix_cache`."""
+        return self.engine.save_prefix_cache(path)
+
+    def load_prefix_cache(self, path: str | os.PathLike) -> Loaded:
+        """Read such a file, so that prompts hit what an earlier process computed. See :meth:`Engine.load_prefix_cache`.
+
+        Raises:
+            CacheFileError: the file is damaged, or is for another model, geometry, dtype or layout.
+        """
+        return self.engine.load_prefix_cache(path)
 
     @property
     def stats(self) -> EngineStats:
