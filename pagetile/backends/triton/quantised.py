@@ -37,8 +37,10 @@ _FUSED = tl.constexpr(not interpreted())
 def as_float32(x):
     """float32 of any element exactly; bfloat16 by its bits, which the interpreter holds as integers."""
     if x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
+        y = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        y = x.to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -46,32 +48,46 @@ def decode(stored, like, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """What stored bytes (uint8) stand for, in the dtype of ``like``; a cache that is not quantised passes through."""
     dtype: tl.constexpr = like.dtype
     if KIND == 0:
-        return stored
-    if KIND == INT8:
-        return stored.to(tl.int8, bitcast=True).to(dtype)
-    if KIND == E5M2:  # the upper half of a float16
-        half = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-        if dtype == tl.float16:
-            return half
-        return half.to(tl.float32).to(dtype)
-    if NATIVE:
-        half = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        if dtype == tl.float16:
-            return half
-        return half.to(tl.float32).to(dtype)
-    # Exponent and mantissa, moved to where the wider format has them, are off by a power of two; multiplying by it is
-    # exact and also makes subnormals what they are.
+        x = stored
+    elif KIND == INT8:
+        x = stored.to(tl.int8, bitcast=True).to(dtype)
+    elif KIND == E5M2:  # the upper half of a float16
+        x = from_half((stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True), dtype)
+    elif NATIVE:
+        x = from_half(stored.to(tl.float8e4nv, bitcast=True).to(tl.float16), dtype)
+    else:
+        x = decode_e4m3(stored, dtype)
+    return x
+
+
+@triton.jit
+def from_half(x, dtype: tl.constexpr):
+    """float16 in another dtype; exact for what a byte can say."""
+    if dtype != tl.float16:
+        x = x.to(tl.float32).to(dtype)
+    return x
+
+
+@triton.jit
+def decode_e4m3(stored, dtype: tl.constexpr):
+    """E4M3 by integers.
+
+    Exponent and mantissa, moved to where the wider format has them, are off by a power of two; multiplying by it is
+    exact, and also makes subnormals what they are.
+    """
     if dtype == tl.float32:
-        rest = stored.to(tl.uint32) & 0x7F
-        moved = ((rest << 20) | ((stored.to(tl.uint32) & 0x80) << 24)).to(tl.float32, bitcast=True)
-        return tl.where(rest == 0x7F, float("nan"), moved * 1.329227995784916e36)  # 2 ** 120
-    rest = stored.to(tl.uint16) & 0x7F
-    sign = (stored.to(tl.uint16) & 0x80) << 8
-    if dtype == tl.float16:
-        moved = ((rest << 7) | sign).to(tl.float16, bitcast=True)
-        return tl.where(rest == 0x7F, float("nan"), moved * 256.0).to(tl.float16)
-    moved = ((rest << 4) | sign).to(tl.bfloat16, bitcast=True)
-    return tl.where(rest == 0x7F, float("nan"), moved * 1.329227995784916e36).to(tl.bfloat16)
+        bits = stored.to(tl.uint32)
+        rest = bits & 0x7F
+        x = ((rest << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    elif dtype == tl.float16:
+        bits = stored.to(tl.uint16)
+        rest = bits & 0x7F
+        x = ((rest << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
+    else:
+        bits = stored.to(tl.uint16)
+        rest = bits & 0x7F
+        x = ((rest << 4) | ((bits & 0x80) << 8)).to(tl.bfloat16, bitcast=True) * 1.329227995784916e36
+    return tl.where(rest == 0x7F, float("nan"), x).to(dtype)
 
 
 @triton.jit
@@ -116,26 +132,25 @@ def largest(KIND: tl.constexpr):
 
 
 @triton.jit
-def divide(x, scale, inverse, KIND: tl.constexpr):
-    """``x / scale`` rounded once, as true division does; what saturates anyway is only kept large, NaN stays NaN.
+def divide(x, scale, KIND: tl.constexpr):
+    """``x / scale`` rounded once, as true division does, with a scale a row; NaN stays NaN.
 
-    Two corrections of ``x * inverse`` with the exact remainder give the rounded quotient (Markstein 1990), in five
-    multiplications instead of a division. Where the remainder could underflow, or the inverse, it is a division.
+    Two corrections of ``x * (1 / scale)`` with the exact remainder give the rounded quotient (Markstein 1990), in five
+    multiplications instead of a division. What is too large for the kind anyway is only kept large. Where the remainder
+    or the inverse could underflow, it is a division.
     """
-    scale = tl.expand_dims(scale, 1) + tl.zeros_like(x)
-    if not _FUSED:
-        return tl.div_rn(x, scale)
-    inverse = tl.expand_dims(inverse, 1) + tl.zeros_like(x)
-    rough = x * inverse
-    y = tl.math.fma(tl.math.fma(-rough, scale, x), inverse, rough)
-    y = tl.math.fma(tl.math.fma(-y, scale, x), inverse, y)
-    return tl.where(tl.abs(rough) < 2.0 * largest(KIND), y, rough)
-
-
-@triton.jit
-def ordinary(scale):
-    """Whether :func:`divide` may multiply: scales from 2**-80 to 2**80, and every one in its range."""
-    return (scale >= 8.271806125530277e-25) & (scale <= 1.2089258196146292e24)
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    ordinary = (scale >= 8.271806125530277e-25) & (scale <= 1.2089258196146292e24)  # 2 ** -80 to 2 ** 80
+    scales = tl.expand_dims(scale, 1) + tl.zeros_like(x)
+    if _FUSED and tl.min(ordinary.to(tl.int32), 0) > 0:
+        inverses = tl.expand_dims(inverse, 1) + tl.zeros_like(x)
+        rough = x * inverses
+        y = tl.math.fma(tl.math.fma(-rough, scales, x), inverses, rough)
+        y = tl.math.fma(tl.math.fma(-y, scales, x), inverses, y)
+        y = tl.where(tl.abs(rough) < 2.0 * largest(KIND), y, rough)
+    else:
+        y = tl.div_rn(x, scales)
+    return y
 
 
 @triton.jit
@@ -143,24 +158,30 @@ def encode(y, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """float32 as a kind stores it (uint8): nearest even, saturating; NaN is 0x7F in fp8 and 0 in int8."""
     if KIND == INT8:
         kept = tl.minimum(tl.maximum(y, -127.0), 127.0)
-        shifted = (kept + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2**23: the last byte is the integer
-        return tl.where(y != y, 0, shifted & 0xFF).to(tl.uint8)
-    if NATIVE:
-        if KIND == E4M3:
-            stored = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            stored = y.to(tl.float8e5).to(tl.uint8, bitcast=True)
-        return tl.where(y != y, 0x7F, stored).to(tl.uint8)
+        stored = (kept + 12582912.0).to(tl.int32, bitcast=True) & 0xFF  # 1.5 * 2**23: the last byte is the integer
+        stored = tl.where(y != y, 0, stored).to(tl.uint8)
+    elif NATIVE and KIND == E4M3:
+        stored = tl.where(y != y, 0x7F, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)).to(tl.uint8)
+    elif NATIVE:
+        stored = tl.where(y != y, 0x7F, y.to(tl.float8e5).to(tl.uint8, bitcast=True)).to(tl.uint8)
+    else:
+        stored = encode_fp8(y, KIND)
+    return stored
+
+
+@triton.jit
+def encode_fp8(y, KIND: tl.constexpr):
+    """fp8 by integers: the rounded upper bits of float32 where the result is normal, counted steps where it is not."""
     DROPPED: tl.constexpr = 20 if KIND == E4M3 else 21  # mantissa bits of float32 that do not fit
     BIAS: tl.constexpr = (120 << 3) if KIND == E4M3 else (112 << 2)  # difference of the exponents', in place
     LARGEST: tl.constexpr = 0x43E00000 if KIND == E4M3 else 0x47600000
     NORMAL: tl.constexpr = 0x3C800000 if KIND == E4M3 else 0x38800000  # bits of the smallest normal number
     STEPS: tl.constexpr = 16384.0 if KIND == E4M3 else 128.0  # its last bit is the smallest step of the kind
+    STEP_BITS: tl.constexpr = 0x46800000 if KIND == E4M3 else 0x43000000
     bits = y.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(bits & 0x7FFFFFFF, LARGEST)
     normal = ((magnitude + ((magnitude >> DROPPED) & 1) + ((1 << (DROPPED - 1)) - 1)) >> DROPPED) - BIAS
-    counted = (magnitude.to(tl.float32, bitcast=True) + STEPS).to(tl.int32, bitcast=True)
-    tiny = counted - (0x46800000 if KIND == E4M3 else 0x43000000)
+    tiny = (magnitude.to(tl.float32, bitcast=True) + STEPS).to(tl.int32, bitcast=True) - STEP_BITS
     stored = tl.where(magnitude < NORMAL, tiny, normal) | ((bits >> 24) & 0x80)
     return tl.where(y != y, 0x7F, stored).to(tl.uint8)
 
@@ -169,13 +190,8 @@ def encode(y, KIND: tl.constexpr, NATIVE: tl.constexpr):
 def quantise_rows(x, scale, KIND: tl.constexpr, NATIVE: tl.constexpr, SCALED: tl.constexpr):
     """Rows of any dtype, each divided by its scale (float32 ``[rows]``), as bytes. ``SCALED``: it may differ from 1."""
     y = as_float32(x)
-    if not SCALED:
-        return encode(y, KIND, NATIVE)
-    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    if tl.min(ordinary(scale).to(tl.int32), 0) > 0:
-        y = divide(y, scale, inverse, KIND)
-    else:
-        y = tl.div_rn(y, tl.expand_dims(scale, 1) + tl.zeros_like(y))
+    if SCALED:
+        y = divide(y, scale, KIND)
     return encode(y, KIND, NATIVE)
 
 

@@ -271,7 +271,8 @@ def _wide_tile(problem: AttendProblem, device: DeviceFacts) -> Tile:
         return _make_tile(problem, device, 128, 64, 8, 2)
     # 128 x 128 runs a long causal prefill 5 % faster than 64 x 64, and 1024 tokens 10 % slower; it needs wgmma. Heads
     # of 64 leave registers for two small programs a multiprocessor, which is 10 % faster at any length.
-    if wide <= 64 or problem.max_k_len <= 2048 or device.capability[0] < 9:
+    # So do scales of tokens: with 128 x 128 they spill.
+    if wide <= 64 or problem.max_k_len <= 2048 or device.capability[0] < 9 or problem.scale == "token_head":
         return _make_tile(problem, device, 64, 64, 4, 4 if wide <= 64 else 3)
     return _make_tile(problem, device, 128, 128, 8, 3)
 

@@ -27,16 +27,16 @@ _UNSCALED = tl.constexpr(UNSCALED)
 @triton.jit
 def scale_of_rows(x, scales, number, head, step, KIND: tl.constexpr, FORM: tl.constexpr):
     """The divisor of each row of ``x``, float32 ``[rows]``."""
-    one = tl.zeros([x.shape[0]], tl.float32) + 1.0
+    scale = tl.zeros([x.shape[0]], tl.float32) + 1.0
     if FORM == _NUMBER:
-        return one * number
-    if FORM == _ONE:
-        return one * tl.load(scales)
-    if FORM == _HEAD:
-        return tl.load(scales + head * step)
-    if FORM == _OWN:
-        return own_scale(x, KIND)
-    return one
+        scale = scale * number
+    elif FORM == _ONE:
+        scale = scale * tl.load(scales)
+    elif FORM == _HEAD:
+        scale = tl.load(scales + head * step)
+    elif FORM == _OWN:
+        scale = own_scale(x, KIND)
+    return scale
 
 
 @triton.jit(do_not_specialize=(*SIZES, "k_number", "v_number"))

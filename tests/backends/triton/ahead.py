@@ -16,6 +16,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -90,6 +91,7 @@ def compile_launch(launch: Any, tensors: tuple[torch.Tensor, ...], capability: i
 def attend_reports(call: Any, plan: Any, capability: int) -> list[Report]:
     """Compile every launch of a plan for a call whose tensors may live anywhere (their values are not read)."""
     from pagetile.backends.triton.calls import AttendLaunches
+    from pagetile.backends.triton.scales import as_bytes
 
     launches = AttendLaunches(call, plan)
     f32, error = torch.empty(4), torch.empty(8, dtype=torch.int64)
@@ -97,7 +99,9 @@ def attend_reports(call: Any, plan: Any, capability: int) -> list[Report]:
     lse = q if call.lse is None else call.lse
     lens = call.key_start_loc if call.block_table is None else call.seq_lens
     table = q if call.block_table is None else call.block_table
-    optional = tuple(q if t is None else t for t in (call.key_starts, call.alibi_slopes, call.sinks))
+    given = (call.key_starts, call.alibi_slopes, call.sinks, call.k_scale, call.v_scale)
+    optional = tuple(t if isinstance(t, torch.Tensor) else q for t in given)
+    k, v = as_bytes(call.k), as_bytes(call.v)
     partial = (f32, f32, f32) if launches.partials else (q, q, q)
     reports = []
     for name, launch in launches.stages:
@@ -105,6 +109,6 @@ def attend_reports(call: Any, plan: Any, capability: int) -> list[Report]:
             tensors = (call.out, lse, *partial, call.query_start_loc, lens, optional[0], optional[2])
         else:
             middle = () if name == "attend" else partial
-            tensors = (q, call.k, call.v, call.out, lse, *middle, call.query_start_loc, lens, table, *optional, error)
+            tensors = (q, k, v, call.out, lse, *middle, call.query_start_loc, lens, table, *optional, error)
         reports.append(compile_launch(launch, tensors, capability))
     return reports

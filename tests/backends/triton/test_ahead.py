@@ -13,6 +13,7 @@ import torch
 from pagetile.backends.protocol import AttendCall, WriteCall
 from pagetile.backends.triton.tuning import DeviceFacts, plan_attend, plan_write
 from pagetile.contracts.problem import AttendProblem, WriteProblem
+from pagetile.reference.quantise import STORED_AS
 
 pytest.importorskip("triton")
 if __import__("os").environ.get("TRITON_INTERPRET") == "1":
@@ -21,7 +22,7 @@ if __import__("os").environ.get("TRITON_INTERPRET") == "1":
 from ahead import attend_reports, compile_launch
 
 TARGETS = {
-    80: DeviceFacts(108, 166912, (8, 0)),
+    80: DeviceFacts(108, 166912, (8, 0), fp8=False),
     90: DeviceFacts(),
     100: DeviceFacts(148, 232448, (10, 0)),
 }
@@ -45,23 +46,28 @@ PLANS = {
 
 
 def attend_call(
-    seqs: int, queries: int, keys: int, q_heads: int, kv_heads: int, size: int, block: int, **flags
-) -> AttendCall:
+    seqs: int, queries: int, keys: int, q_heads: int, kv_heads: int, size: int, block: int, kind: str = "bfloat16",
+    scale: str = "none", **flags,
+) -> AttendCall:  # fmt: skip
     """A call over tensors without memory."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    store = STORED_AS.get(kind, torch.bfloat16)
+    shapes = {"head": (kv_heads,), "token_head": (64, block, kv_heads)}
+    scales = empty(*shapes[scale], dtype=torch.float32) if scale in shapes else None
     problem = AttendProblem(
-        device="cuda", dtype="bfloat16", kind="bfloat16", layout="paged", num_seqs=seqs, num_tokens=seqs * queries,
-        max_q_len=queries, max_k_len=keys, num_q_heads=q_heads, num_kv_heads=kv_heads, head_size=size, head_size_v=size,
-        block_size=block, window=(-1, 0), **flags,
+        device="cuda", dtype="bfloat16", kind=kind, scale=scale, layout="paged", num_seqs=seqs,
+        num_tokens=seqs * queries, max_q_len=queries, max_k_len=keys, num_q_heads=q_heads, num_kv_heads=kv_heads,
+        head_size=size, head_size_v=size, block_size=block, window=(-1, 0), **flags,
     )  # fmt: skip
+    k, v = (empty(64, block, kv_heads, size, dtype=store) for _ in "kv")
     return AttendCall(
-        problem=problem, q=empty(seqs * queries, q_heads, size), k=empty(64, block, kv_heads, size),
-        v=empty(64, block, kv_heads, size), out=empty(seqs * queries, q_heads, size), lse=None,
-        query_start_loc=empty(seqs + 1, dtype=torch.int32), seq_lens=empty(seqs, dtype=torch.int32), key_start_loc=None,
-        block_table=empty(seqs, -(-keys // block), dtype=torch.int32), scale=size**-0.5, window=(-1, 0),
+        problem=problem, q=empty(seqs * queries, q_heads, size), k=k, v=v, out=empty(seqs * queries, q_heads, size),
+        lse=None, query_start_loc=empty(seqs + 1, dtype=torch.int32), seq_lens=empty(seqs, dtype=torch.int32),
+        key_start_loc=None, block_table=empty(seqs, -(-keys // block), dtype=torch.int32), scale=size**-0.5,
+        window=(-1, 0), k_scale=scales, v_scale=scales,
     )  # fmt: skip
 
 
@@ -73,6 +79,53 @@ def test_benchmark_plans_do_not_spill(name: str, capability: int, record_propert
         record_property("report", str(report))
         assert report.spilled <= SPILLS_ALLOWED[capability], report
         assert report.shared <= TARGETS[capability].shared_bytes, report
+
+
+QUANTISED = [
+    ("decode", "fp8_e4m3", "none"),
+    ("decode", "fp8_e5m2", "head"),
+    ("decode", "int8", "token_head"),
+    ("decode_one", "fp8_e4m3", "none"),
+    ("four_tokens", "fp8_e4m3", "none"),
+    ("prefill", "fp8_e4m3", "none"),
+    ("prefill", "int8", "token_head"),
+    ("prefill_short", "fp8_e4m3", "head"),
+]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("name", "kind", "scale"), QUANTISED)
+def test_quantised_plans_do_not_spill(name: str, kind: str, scale: str, capability: int, record_property) -> None:
+    call = attend_call(*PLANS[name], kind, scale)
+    for report in attend_reports(call, plan_attend(call.problem, TARGETS[capability]), capability):
+        record_property("report", str(report))
+        assert report.spilled <= SPILLS_ALLOWED[capability], report
+        assert report.shared <= TARGETS[capability].shared_bytes, report
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("scale", ["number", "head", "token_head"])
+def test_quantised_write_compiles(scale: str, kind: str, capability: int, record_property) -> None:
+    from pagetile.backends.triton.calls import write_launch
+    from pagetile.backends.triton.scales import as_bytes
+
+    granularity = "tensor" if scale == "number" else scale
+    problem = WriteProblem("cuda", "bfloat16", kind, "paged", 8192, 8, 128, 128, 16, scale=granularity)
+    rows = torch.empty(8192, 8, 128, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(64, 16, 8, 128, dtype=STORED_AS[kind], device="meta")
+    slots = torch.empty(8192, dtype=torch.int64, device="meta")
+    shapes = {"head": (8,), "token_head": (64, 16, 8)}
+    scales = torch.empty(shapes[scale], device="meta") if scale in shapes else 0.3
+    error = torch.empty(8, dtype=torch.int64, device="meta")
+    launch = write_launch(
+        WriteCall(problem, rows, rows, cache, cache, slots, scales, scales), plan_write(problem, TARGETS[capability])
+    )
+    given = [scales if isinstance(scales, torch.Tensor) else error] * 2
+    report = compile_launch(launch, (rows, rows, *[as_bytes(cache)] * 2, slots, *given, error), capability)
+    record_property("report", str(report))
+    assert report.spilled == 0
+    assert report.registers <= 128
 
 
 @pytest.mark.parametrize("capability", TARGETS)
