@@ -20,16 +20,19 @@ class Entry:
         module, attribute: the class to construct, without arguments.
         devices: device types whose tensors it takes; empty for every device.
         extras: package -> the extra of pagetile that installs it.
+        by_name_only: ``"auto"`` passes it over.
     """
 
     module: str
     attribute: str
     devices: tuple[str, ...]
     extras: tuple[tuple[str, str], ...] = ()
+    by_name_only: bool = False
 
 
 BACKENDS = {
-    "hopper": Entry("pagetile.backends.hopper", "HopperBackend", ("cuda",), (("triton", "triton"),)),
+    # by_name_only goes once its kernels have passed the conformance suite on a GPU.
+    "hopper": Entry("pagetile.backends.hopper", "HopperBackend", ("cuda",), (("triton", "triton"),), by_name_only=True),
     "triton": Entry("pagetile.backends.triton", "TritonBackend", ("cuda",), (("triton", "triton"),)),
     "cpu": Entry("pagetile.backends.cpu", "CpuBackend", ("cpu",), (("numba", "cpu"), ("llvmlite", "cpu"))),
     "reference": Entry("pagetile.backends.reference", "ReferenceBackend", ()),
@@ -40,12 +43,13 @@ _loaded: dict[str, Backend | str] = {}
 
 
 def candidates(device: str) -> list[str]:
-    """Names of the backends made for a device type, most preferred first; the reference is always the last.
+    """Names that ``"auto"`` tries for a device type, most preferred first; the reference is always the last.
 
     >>> candidates("cuda")
-    ['hopper', 'triton', 'reference']
+    ['triton', 'reference']
     """
-    return [name for name, entry in BACKENDS.items() if not entry.devices or device in entry.devices]
+    fit = {name: entry for name, entry in BACKENDS.items() if not entry.devices or device in entry.devices}
+    return [name for name, entry in fit.items() if not entry.by_name_only]
 
 
 def load(name: str) -> Backend | str:

@@ -103,7 +103,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_the_device_of_the_tensors_decides() -> None:
-    assert registry.candidates("cuda") == ["hopper", "triton", "reference"]
+    assert registry.candidates("cuda") == ["triton", "reference"]
     assert registry.candidates("cpu") == ["cpu", "reference"]
     assert registry.candidates("xpu") == ["reference"]
     with pytest.raises(pagetile.BackendError, match=r"backend='cpu' cannot merge.*the tensors are on cuda"):

@@ -1,0 +1,49 @@
+"""What tuning plans for the benchmark and for each feature compiles for sm_90a: no spills, no hazards, short loops.
+
+A kernel whose hash is in ``known_kernels.json`` is not compiled again: the table has what came out. Needs Triton, no
+GPU; ``hopper_ahead.py`` compiles what is missing and rewrites the table.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Gluon has no interpreter", allow_module_level=True)
+
+from hopper_ahead import BENCHMARK, EACH_FEATURE, HERE, call_of, identity, launches, read_known
+
+from pagetile.backends.hopper.tuning import DeviceFacts
+
+CASES = (*BENCHMARK, *EACH_FEATURE)
+MAX_KERNELS = 60
+
+LOOP_BUDGET = {("prefill", 16): 520, ("prefill", 8): 420, ("prefill", 24): 620, ("decode", 24): 500, ("decode", 8): 320}
+"""Instructions of the innermost loop, by kernel and warpgroup products in it."""
+
+
+def test_the_cases_are_few() -> None:
+    seen = {identity(launch, call, tensors) for call in map(call_of, CASES) for _, launch, tensors in launches(call)}
+    assert len(seen) <= MAX_KERNELS
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name.replace("/", "_"))
+def test_no_spills_no_hazards(case, record_property) -> None:
+    call = call_of(case)
+    for name, launch, tensors in launches(call):
+        key = identity(launch, call, tensors)
+        if key not in read_known():  # in a process of its own: a failing compiler may abort
+            subprocess.run([sys.executable, str(HERE / "hopper_ahead.py"), case.name], check=True, cwd=Path.cwd())
+        row = read_known().get(key)
+        assert row is not None, f"{case.name} {name} does not compile; run tests/backends/hopper/hopper_ahead.py"
+        record_property("report", str(row))
+        assert row["spilled"] == 0, row
+        assert row["hazards"] == 0, row
+        assert row["products"] > 0, row
+        assert row["shared"] <= DeviceFacts().shared_bytes, row
