@@ -66,7 +66,7 @@ def test_who_sees_whom(backend: str, length: int, options: dict[str, Any], mean:
         ({"dropout_p": 0.1}, pagetile.UnsupportedError, "dropout_p is 0.1.*pass 0.0"),
         ({"return_attn_probs": True}, pagetile.UnsupportedError, "return_attn_probs is True"),
         ({"q_descale": torch.ones(1)}, pagetile.UnsupportedError, "q_descale is given.*fp8 q"),
-        ({"k": torch.zeros(12, 2, 2, 4, 4)}, pagetile.UnsupportedError, "k has 5 axes.*x-packed"),
+        ({"k": torch.zeros(12, 2, 2, 4, 4)}, pagetile.ShapeError, r"v: axis 1 \(Hkv\) is 4, but k has Hkv = 2"),
         ({"window_size": (-2, 0)}, pagetile.ArgumentError, "window_size left is -2"),
         ({"window_size": (1,)}, pagetile.ArgumentError, r"window_size is \(1,\); it must be \(left, right\)"),
         ({"softcap": -1.0}, pagetile.ArgumentError, "softcap is -1.0"),

@@ -12,6 +12,7 @@ from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
 from pagetile.backends.verbs import CopyCall, FusedWriteCall, GatherCall
 from pagetile.contracts.dtypes import FLOATING, QUANTISED
 from pagetile.contracts.problem import (
+    AttendProblem,
     CopyProblem,
     FusedWriteProblem,
     GatherProblem,
@@ -50,7 +51,7 @@ class CpuBackend:
                 reasons.append(f"a cache of {problem.kind} with rows of {problem.dtype}; both must have one dtype")
             return reasons
         if problem.layout == "xpacked":
-            reasons.append("layout xpacked ([NB, Hkv, D/x, BS, x]) is not implemented on the CPU; use a strided cache")
+            return reasons + _xpacked_reasons(problem)
         if isinstance(problem, WriteProblem) and problem.kind in QUANTISED:
             return reasons
         if problem.kind != problem.dtype:
@@ -66,6 +67,11 @@ class CpuBackend:
         See :func:`pagetile.backends.cpu.write.write`; for quantised caches
         :func:`pagetile.backends.cpu.quantise.write_quantised`.
         """
+        if call.problem.layout == "xpacked":
+            from pagetile.backends.cpu.legacy_write import write_xpacked
+
+            write_xpacked(call)
+            return
         if call.problem.kind in QUANTISED:
             from pagetile.backends.cpu.quantise import write_quantised
 
@@ -77,6 +83,11 @@ class CpuBackend:
 
     def attend(self, call: AttendCall) -> None:
         """Fill ``out`` and ``lse``; see :func:`pagetile.backends.cpu.attend.attend`."""
+        if call.problem.layout == "xpacked":
+            from pagetile.backends.cpu.legacy import attend_xpacked
+
+            attend_xpacked(call)
+            return
         from pagetile.backends.cpu.attend import attend
 
         attend(call)
@@ -111,6 +122,8 @@ class CpuBackend:
 
     def workspace_bytes(self, call: AttendCall) -> int:
         """Bytes of ``workspace`` that an attention uses, by shapes and bounds alone."""
+        if call.problem.layout == "xpacked":
+            return 0
         from pagetile.backends.cpu.attend import scratch_bytes
 
         return scratch_bytes(call) if call.q.shape[1] else 0
@@ -128,3 +141,13 @@ class CpuBackend:
         from pagetile.backends.cpu.attend import plan_for
 
         return plan_for(call)
+
+
+def _xpacked_reasons(problem: WriteProblem | AttendProblem) -> list[str]:
+    """Why an x-packed cache cannot be taken."""
+    reasons = []
+    if problem.kind not in (*QUANTISED, problem.dtype):
+        reasons.append(f"an x-packed cache of {problem.kind} under {problem.dtype} is not implemented on the CPU")
+    if problem.scale == "token_head":
+        reasons.append("scales of tokens and heads of an x-packed cache are not implemented on the CPU")
+    return reasons

@@ -155,7 +155,8 @@ def test_why_not_names_what_is_missing(backend) -> None:
     for change, word in (
         ({"device": "cuda"}, "cuda"),
         ({"dtype": "float64", "kind": "float64"}, "float64"),
-        ({"layout": "xpacked"}, "xpacked"),
+        ({"layout": "xpacked", "kind": "float16"}, "x-packed"),
+        ({"layout": "xpacked", "kind": "fp8_e4m3", "scale": "token_head"}, "x-packed"),
         ({"kind": "fp8_e4m3"}, "fp8_e4m3"),
         ({"kind": "int8"}, "int8"),
         ({"kind": "float16"}, "float16"),

@@ -6,9 +6,12 @@ Eight-bit kinds become float32 by integers and one exact multiplication; what th
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, Signature
 
+import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.kernels.elements import from_float, to_float
@@ -97,3 +100,50 @@ def dequantise_span(b, source, target, size, kind_code, dtype_code, scale):
 
     kinds = {kind: KINDS[kind] for kind in P.KIND_CODES}
     choose(b, kind_code, kinds, lambda kind: choose(b, dtype_code, P.DTYPE_CODES, lambda d: convert(kind, d)))
+
+
+TAGS = {
+    types.float32: "float32",
+    types.int16: "bfloat16",
+    types.uint16: "float16",
+    types.uint8: "fp8_e4m3",
+    types.uint32: "fp8_e5m2",
+    types.int8: "int8",
+}
+"""A kernel's storage kind is chosen by the *type* of a dummy argument: numba specialises on it."""
+
+TAG_OF = {
+    "float32": np.float32(0),
+    "bfloat16": np.int16(0),
+    "float16": np.uint16(0),
+    "fp8_e4m3": np.uint8(0),
+    "fp8_e5m2": np.uint32(0),
+    "int8": np.int8(0),
+}
+"""The dummies."""
+
+
+def emits_of_kind(result, *arguments) -> Callable:
+    """Like :func:`~pagetile.backends.cpu.kernels.vector.emits`, for ``emit(builder, kind, *values)``.
+
+    What numba code calls takes one more argument at the end, a dummy of :data:`TAG_OF`.
+    """
+
+    def decorate(emit: Callable):
+        def define(_typing_context, *given):
+            kind = TAGS[given[-1]]
+
+            def codegen(context, builder, _signature, values):
+                out = emit(builder, kind, *values[: len(arguments)])
+                return context.get_dummy_value() if out is None else out
+
+            return result(*arguments, given[-1]), codegen
+
+        # Numba binds calls by the signature it sees: positional names instead of *given.
+        names = ["typing_context", *(f"a{i}" for i in range(len(arguments) + 1))]
+        define.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+        define.__name__ = define.__qualname__ = emit.__name__
+        define.__doc__ = emit.__doc__
+        return intrinsic(define)
+
+    return decorate
