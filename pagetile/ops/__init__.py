@@ -17,6 +17,7 @@ from pagetile.ops.legacy import paged_attention_v1, paged_attention_v2
 from pagetile.ops.legacy_cache import from_legacy, reshape_and_cache, to_legacy
 from pagetile.ops.merge import merge_attn_states
 from pagetile.ops.shared_prefix import shared_prefix_attention
+from pagetile.ops.spans import profile_spans
 from pagetile.ops.write import reshape_and_cache_flash
 from pagetile.ops.write_token_head import reshape_and_cache_flash_per_token_head
 
@@ -30,6 +31,7 @@ __all__ = [
     "merge_attn_states",
     "paged_attention_v1",
     "paged_attention_v2",
+    "profile_spans",
     "raise_deferred",
     "reshape_and_cache",
     "reshape_and_cache_flash",

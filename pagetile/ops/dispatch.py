@@ -12,6 +12,7 @@ from pagetile.backends import registry
 from pagetile.backends.protocol import Backend
 from pagetile.contracts.errors import ArgumentError, BackendError
 from pagetile.contracts.problem import Problem
+from pagetile.ops.spans import spanned
 
 log = logging.getLogger("pagetile")
 
@@ -35,7 +36,7 @@ def select(problem: Problem, backend: str | Backend = "auto") -> Backend:
         why = backend.why_not(problem)
         if why:
             raise BackendError(f"backend {backend.name!r} cannot {problem}: {'; '.join(why)}", {backend.name: why})
-        return backend
+        return spanned(backend)
     if backend != "auto":
         if backend not in registry.BACKENDS:
             raise ArgumentError(f"backend is {backend!r}; it must be auto or one of {', '.join(registry.BACKENDS)}")
@@ -46,7 +47,7 @@ def select(problem: Problem, backend: str | Backend = "auto") -> Backend:
                 "Pass backend='auto' to take the first one that can",
                 {backend: why},
             )
-        return found
+        return spanned(found)
 
     reasons: dict[str, list[str]] = {}
     for name in registry.candidates(problem.device):
@@ -54,7 +55,7 @@ def select(problem: Problem, backend: str | Backend = "auto") -> Backend:
         if found is not None:
             if reasons:
                 _say(problem, name, reasons)
-            return found
+            return spanned(found)
         reasons[name] = why
     raise BackendError(f"no backend can {problem}: {_all(reasons)}", reasons)
 

@@ -41,6 +41,7 @@ SURFACE = [
     "merge_attn_states",
     "paged_attention_v1",
     "paged_attention_v2",
+    "profile_spans",
     "raise_deferred",
     "reshape_and_cache",
     "reshape_and_cache_flash",
