@@ -1,54 +1,91 @@
-"""Windows into the machine: one token, one memory instruction, one row of attention, one recorded run."""
+"""Windows into the machine: one token, one memory instruction, one row of attention."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from pagetile.cli.errors import user_errors
 from pagetile.contracts.errors import ArgumentError
 
-if TYPE_CHECKING:
-    from pagetile.inspect.run import Run
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+MOST_ELEMENTS = 2**20
+"""Elements of a span whose instructions are listed; more is no picture."""
+
+MOST_DRAWN = 2**24
+"""Elements of K that are drawn at random."""
 
 
 def register(app: typer.Typer) -> None:
-    """Add the windows' commands to the command line."""
-    for command in (explain, coalesce, softmax, trace, audit, map, view):
+    """Add the windows' commands to the command line, those over a recorded run as well."""
+    from pagetile.cli import windows_run
+
+    for command in (explain, coalesce, softmax):
         app.command()(command)
+    windows_run.register(app)
 
 
-def _refusing(command: Callable[..., None]) -> Callable[..., None]:
-    """What a user can put right is one line on standard error, not a traceback."""
+def refusing(command: Callable[..., None]) -> Callable[..., None]:
+    """What a user can put right is one line on standard error, not a traceback.
+
+    A reader that has seen enough (``| head``) is no error worth a line, and a terminal that lacks a character gets
+    another in its place.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> None:
+        if getattr(sys.stdout, "errors", None) == "strict":
+            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        left = False
         with user_errors():
-            command(*args, **options)
+            try:
+                command(*args, **options)
+                sys.stdout.flush()
+            except BrokenPipeError:
+                left = True
+        if left:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+            raise typer.Exit(1)
 
     return run
 
 
+def print_json(value: Any) -> None:
+    """One JSON document; a number that JSON does not have would be an error here."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
 def _integers(name: str, text: str) -> list[int]:
-    """``7,2,9`` as a list."""
+    """``7,2,9`` as a list; nothing at all is an empty one."""
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
         raise ArgumentError(f"{name} is {text!r}; give whole numbers with commas between them, like 7,2,9") from None
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+def _require_blocks(row: list[int]) -> None:
+    """Entries that are read name blocks; behind them a row may hold anything."""
+    for column, block in enumerate(row):
+        if not 0 <= block < 2**31:
+            raise ArgumentError(f"--block-table[{column}] is {block}; a block id is 0 to {2**31 - 1}")
 
 
-@_refusing
+def _require_unused(what: str, **options: Any) -> None:
+    """Options that the rest of the command line makes meaningless are refused, not ignored."""
+    given = ["--" + name.replace("_", "-") for name, value in options.items() if value not in (None, "")]
+    if given:
+        raise ArgumentError(f"{', '.join(given)} means nothing {what}; leave it away")
+
+
+@refusing
 def explain(
     position: Annotated[int | None, typer.Option(help="Position of the request, from 0.")] = None,
     slot: Annotated[int | None, typer.Option(help="The way back: a slot of the cache.")] = None,
@@ -73,13 +110,15 @@ def explain(
         raise ArgumentError(f"scale is {scale!r}; it must be none, tensor or head")
     cache = CacheShape(block_size, heads, head_size, dtype)
     row = _integers("--block-table", block_table)
+    if not 1 <= tokens < 2**31:
+        raise ArgumentError(f"--tokens is {tokens}; a write has 1 to {2**31 - 1} tokens")
     if position is not None:
         found = explain_position(row, position, cache, head)
     else:
         found = explain_slot(slot or 0, row, cache, head)
     cuts = splits.splits(cache, tokens, dtype=source, scale=scale, threads=_threads())  # type: ignore[arg-type]
     if as_json:
-        _print_json({**found.to_dict(), "write": splits.to_dicts(cuts)})
+        print_json({**found.to_dict(), "write": splits.to_dicts(cuts)})
         return
     if row and found.position is not None:
         print(f"block_table = {row}     block_size = {block_size}")
@@ -121,19 +160,19 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-@_refusing
+@refusing
 def coalesce(
     pattern: Annotated[str, typer.Option(help="scalar, pack or scattered.")] = "scalar",
     dtype: Annotated[str, typer.Option(help="Of the elements loaded.")] = "half",
     store: Annotated[str | None, typer.Option(help="dtype of the elements stored; the same by default.")] = None,
     count: Annotated[int | None, typer.Option(help="Elements; a head by default.")] = None,
-    head_size: Annotated[int, typer.Option(help="Elements of a head.")] = 128,
+    head_size: Annotated[int | None, typer.Option(help="Elements of a head (128).")] = None,
     offset: Annotated[int, typer.Option(help="Bytes from a 32-byte boundary to the source.")] = 0,
     store_offset: Annotated[int, typer.Option(help="Bytes from a 32-byte boundary to the target.")] = 0,
     pack: Annotated[int | None, typer.Option(help="Elements of a pack; 16 bytes of the source by default.")] = None,
     at: Annotated[str, typer.Option(help="scattered: byte addresses of the lanes, like 0,64,128.")] = "",
     stride: Annotated[int | None, typer.Option(help="scattered: bytes between the lanes, instead of --at.")] = None,
-    lanes: Annotated[int, typer.Option(help="scattered with --stride: lanes that take part.")] = 32,
+    lanes: Annotated[int | None, typer.Option(help="scattered with --stride: lanes that take part (32).")] = None,
     as_json: Json = False,
 ) -> None:
     """What a warp's loads and stores cost in 32-byte sectors, with a picture of each instruction."""
@@ -142,61 +181,96 @@ def coalesce(
 
     load_bytes = ITEM_BYTES[dtype_of(dtype)]
     store_bytes = load_bytes if store is None else ITEM_BYTES[dtype_of(store)]
-    count = head_size if count is None else count
-    if pattern == "scalar":
-        access = model.scalar(count, load_bytes, store_bytes, load_at=offset, store_at=store_offset)
-    elif pattern == "pack":
-        access = model.packed(count, load_bytes, store_bytes, load_at=offset, store_at=store_offset, pack=pack)
-    elif pattern == "scattered":
-        if bool(at) == (stride is not None):
-            raise ArgumentError("a scattered access takes either --at 0,64,128 or --stride 64")
-        where = _integers("--at", at) if at else [offset + lane * (stride or 0) for lane in range(lanes)]
-        access = model.scattered(where, load_bytes, store_bytes)
+    if not (0 <= offset < 2**63 and 0 <= store_offset < 2**63):
+        raise ArgumentError(f"--offset is {offset} and --store-offset is {store_offset}; give bytes, 0 or more")
+    if pattern == "scattered":
+        where = _lanes(at, stride, 32 if lanes is None and not at else lanes, offset)
+        _require_unused("for a scattered access", count=count, head_size=head_size, pack=pack)
+        access = model.scattered(where, load_bytes, store_bytes, store_at=store_offset)
+    elif pattern in ("scalar", "pack"):
+        _require_unused(f"for the pattern {pattern}", at=at, stride=stride, lanes=lanes)
+        count = (128 if head_size is None else head_size) if count is None else count
+        if not 1 <= count <= MOST_ELEMENTS:
+            raise ArgumentError(f"there are {count} elements to move; give 1 to {MOST_ELEMENTS} (--count, --head-size)")
+        if pattern == "pack":
+            access = model.packed(count, load_bytes, store_bytes, load_at=offset, store_at=store_offset, pack=pack)
+        else:
+            _require_unused("for the pattern scalar", pack=pack)
+            access = model.scalar(count, load_bytes, store_bytes, load_at=offset, store_at=store_offset)
     else:
         raise ArgumentError(f"pattern is {pattern!r}; it must be scalar, pack or scattered")
     if as_json:
-        _print_json(access.to_dict())
+        print_json(access.to_dict())
         return
+    signs = "█·" if _can_print("█·") else "#."
     for side in ("load", "store"):
         instructions = access.side(side)
         for instruction in instructions:
-            print(*model.picture(instruction), sep="\n")
+            print(*model.picture(instruction, signs=signs), sep="\n")
         print(
             f"{side}s in all: instructions {len(instructions)}, sectors {access.sectors(side)}, "
             f"wasted {access.wasted(side)} B\n"
         )
 
 
-@_refusing
+def _lanes(at: str, stride: int | None, lanes: int | None, offset: int) -> list[int]:
+    """Byte addresses of the lanes of a scattered access."""
+    if bool(at) == (stride is not None):
+        raise ArgumentError("a scattered access takes either --at 0,64,128 or --stride 64")
+    if at:
+        _require_unused("with --at, which names every lane", lanes=lanes)
+        return [offset + address for address in _integers("--at", at)]
+    if stride is None or lanes is None or not 1 <= lanes <= 32 or not 0 <= stride < 2**58:
+        raise ArgumentError(f"--stride is {stride} and --lanes is {lanes}; give bytes, 0 or more, and 1 to 32 lanes")
+    return [offset + lane * stride for lane in range(lanes)]
+
+
+def _can_print(signs: str) -> bool:
+    try:
+        signs.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@refusing
 def softmax(
-    keys: Annotated[int, typer.Option(help="Keys of the row, drawn from a seed.")] = 37,
-    head_size: Annotated[int, typer.Option(help="Elements of a head.")] = 64,
+    keys: Annotated[int | None, typer.Option(help="Keys of the row, drawn from a seed (37).")] = None,
+    head_size: Annotated[int | None, typer.Option(help="Elements of a head (64).")] = None,
     tile: Annotated[int, typer.Option(help="Keys a tile.")] = 16,
     splits: Annotated[int, typer.Option(help="Pieces that the tiles are dealt into.")] = 1,
     visible: Annotated[str, typer.Option(help="First and last visible key, like 5,36; all by default.")] = "",
     block_table: Annotated[str, typer.Option(help="Names the blocks that each tile reads.")] = "",
     block_size: Annotated[int, typer.Option(help="Slots in a block.")] = 16,
-    seed: Annotated[int, typer.Option(help="Of the random q, K and V.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Of the random q, K and V (0).")] = None,
     file: Annotated[Path | None, typer.Option(help=".npz or .pt with q [D], k [L, D] and v [L, Dv].")] = None,
     as_json: Json = False,
 ) -> None:
     """The online softmax of one row, tile by tile, with and without splits, beside the full softmax."""
+    from pagetile.contracts.geometry import blocks_for
     from pagetile.inspect import softmax as online
 
-    q, k, v = _random_row(keys, head_size, seed) if file is None else _row_from(file)
+    if file is not None:
+        _require_unused("with --file, which brings q, k and v", keys=keys, head_size=head_size, seed=seed)
+        q, k, v = _row_from(file)
+    else:
+        q, k, v = _random_row(37 if keys is None else keys, 64 if head_size is None else head_size, seed or 0)
     limits = _integers("--visible", visible)
-    if limits and len(limits) != 2:
-        raise ArgumentError(f"--visible is {visible!r}; give the first and the last visible key, like 5,36")
-    seen = (limits[0], limits[1] + 1) if limits else None
-    row = _integers("--block-table", block_table)
-    if row and len(row) * block_size < len(k):
+    if limits and (len(limits) != 2 or not 0 <= limits[0] <= limits[1] < len(k)):
         raise ArgumentError(
-            f"--block-table has {len(row)} blocks of {block_size}, room for {len(row) * block_size} keys, "
+            f"--visible is {visible!r}; give the first and the last visible key, like 5,36; there are {len(k)} keys, "
+            "numbered from 0"
+        )
+    row = _integers("--block-table", block_table)
+    if block_size < 1 or (row and len(row) * block_size < len(k)):
+        raise ArgumentError(
+            f"--block-table has {len(row)} blocks of {block_size}, room for {len(row) * max(0, block_size)} keys, "
             f"but there are {len(k)}"
         )
-    walked = online.walk(q, k, v, tile=tile, splits=splits, visible=seen)
+    _require_blocks(row[: blocks_for(len(k), block_size)])
+    walked = online.walk(q, k, v, tile=tile, splits=splits, visible=(limits[0], limits[1] + 1) if limits else None)
     if as_json:
-        _print_json(walked.to_dict())
+        print_json(walked.to_dict())
         return
     print(*online.table(walked, row, block_size), sep="\n")
 
@@ -204,8 +278,12 @@ def softmax(
 def _random_row(keys: int, head_size: int, seed: int) -> tuple[Any, Any, Any]:
     import torch
 
-    if keys < 0 or head_size < 1:
-        raise ArgumentError(f"--keys is {keys} and --head-size is {head_size}; at least 0 and 1")
+    if keys < 0 or head_size < 1 or keys * head_size > MOST_DRAWN:
+        raise ArgumentError(
+            f"--keys is {keys} and --head-size is {head_size}; give at least 0 and 1, and {MOST_DRAWN} elements at most"
+        )
+    if not 0 <= seed < 2**63:
+        raise ArgumentError(f"--seed is {seed}; give a whole number of 0 to {2**63 - 1}")
     make = torch.Generator().manual_seed(seed)
     draw = functools.partial(torch.randn, generator=make, dtype=torch.float64)
     return draw(head_size), draw(keys, head_size), draw(keys, head_size)
@@ -213,203 +291,37 @@ def _random_row(keys: int, head_size: int, seed: int) -> tuple[Any, Any, Any]:
 
 def _row_from(file: Path) -> tuple[Any, Any, Any]:
     """q, k and v of a file. Only arrays are read: no pickled object is ever run."""
-    import numpy as np
     import torch
 
     if not file.is_file():
         raise ArgumentError(f"--file is {file}; there is no such file")
-    if file.suffix == ".npz":
-        with np.load(file, allow_pickle=False) as arrays:
-            found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    elif file.suffix == ".pt":
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    else:
+    if file.suffix not in (".npz", ".pt"):
         raise ArgumentError(f"--file is {file}; it must end in .npz or .pt")
-    missing = [name for name in "qkv" if name not in found]
-    if missing:
-        raise ArgumentError(f"{file} has {sorted(found)}, and no {' and no '.join(missing)}")
+    try:
+        found = _arrays(file)
+    except Exception as error:  # the readers raise nearly anything over a damaged file
+        reason = str(error).split("\n")[0].split(". ")[0]
+        raise ArgumentError(
+            f"{file} cannot be read as arrays alone ({type(error).__name__}: {reason}); save q, k and v with "
+            "numpy.savez or torch.save({'q': q, 'k': k, 'v': v}, file)"
+        ) from None
+    if not isinstance(found, dict) or any(name not in found for name in "qkv"):
+        has = sorted(map(str, found)) if isinstance(found, dict) else f"one {type(found).__name__}"
+        raise ArgumentError(f"{file} has {has}; it must have q, k and v by name")
+    for name in "qkv":
+        if not isinstance(found[name], torch.Tensor) or found[name].layout is not torch.strided:
+            raise ArgumentError(f"{name} in {file} is no plain tensor ({type(found[name]).__name__})")
     return found["q"], found["k"], found["v"]
 
 
-Prompts = Annotated[list[str] | None, typer.Argument(help="One or more prompts.")]
-PromptsFile = Annotated[Path | None, typer.Option("--prompts-file", "-f", help="A file of prompts, one a line.")]
-Model = Annotated[str | None, typer.Option(help="Folder of a model, or a .gguf file. Default: SmolLM2-135M-Instruct.")]
-Chat = Annotated[bool | None, typer.Option("--chat/--raw", help="Prompts are a user's turn, or plain text.")]
-MaxTokens = Annotated[int, typer.Option(help="New tokens at most, for each answer.")]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
-NumBlocks = Annotated[str, typer.Option(help="Blocks in the pool, or auto.")]
-BatchTokens = Annotated[int, typer.Option(help="Tokens that one step computes at most.")]
-Backend = Annotated[str, typer.Option(help="auto, cpu, triton, hopper or reference.")]
+def _arrays(file: Path) -> Any:
+    import numpy as np
+    import torch
 
-
-@_refusing
-def trace(
-    prompts: Prompts = None,
-    prompts_file: PromptsFile = None,
-    model: Model = None,
-    chat: Chat = None,
-    max_tokens: MaxTokens = 32,
-    block_size: BlockSize = 16,
-    num_blocks: NumBlocks = "64",
-    max_batch_tokens: BatchTokens = 512,
-    backend: Backend = "auto",
-    save: Annotated[Path | None, typer.Option(help="Keep the run: run.json or run.json.gz.")] = None,
-    chrome: Annotated[Path | None, typer.Option(help="Chrome trace JSON, for ui.perfetto.dev.")] = None,
-    page: Annotated[Path | None, typer.Option(help="The page of pagetile view, FILE.html.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Answer prompts and record it: who owned which block when, what each step wrote and read."""
-    from pagetile.inspect import chrome as chrome_json
-    from pagetile.inspect import figures
-    from pagetile.inspect.view import write_page
-
-    run = _record(prompts, prompts_file, model, chat, max_tokens, block_size, num_blocks, max_batch_tokens, backend)
-    if save is not None:
-        run.save(save)
-    if chrome is not None:
-        chrome_json.save(run, chrome)
-    if page is not None:
-        write_page(run, page)
-    if as_json:
-        _print_json(figures.summary(run))
-        return
-    print(*figures.summary_lines(run), sep="\n")
-    for path in (save, chrome, page):
-        if path is not None:
-            print(f"wrote {path} ({figures.size(path.stat().st_size)})")
-
-
-def _record(
-    prompts: list[str] | None,
-    prompts_file: Path | None,
-    model: str | None,
-    chat: bool | None,
-    max_tokens: int,
-    block_size: int,
-    num_blocks: str,
-    max_batch_tokens: int,
-    backend: str,
-) -> Run:
-    from pagetile.cli.generate import as_prompt, parse_num_blocks, read_prompts
-
-    texts = read_prompts(prompts or [], prompts_file)
-    from pagetile.engine import LLM, SamplingParams
-    from pagetile.inspect.recorder import Recorder
-
-    llm = LLM(
-        model,
-        block_size=block_size,
-        num_blocks=parse_num_blocks(num_blocks),  # type: ignore[arg-type]
-        max_batch_tokens=max_batch_tokens,
-        backend=backend,
-    )
-    asked = [as_prompt(llm, text, chat) for text in texts]
-    with llm, Recorder(llm.engine, title="Paged cache, step by step", model=Path(llm.source).stem) as recorder:
-        llm.generate(asked, SamplingParams(max_tokens=max_tokens))
-    return recorder.run
-
-
-@_refusing
-def audit(
-    file: Annotated[Path, typer.Argument(help="A run (pagetile trace --save) or a pool (PoolState.save).")],
-    as_json: Json = False,
-) -> None:
-    """Look for faults: double owners, leaks, duplicate slots, NaN in live slots, dead slots that were read."""
-    from dataclasses import asdict
-
-    from pagetile.inspect.audit import audit_pool, audit_run
-
-    run, pool = _load(file)
-    found = audit_run(run) if run is not None else audit_pool(pool)
-    if as_json:
-        _print_json([asdict(finding) for finding in found])
-    elif found:
-        print(*found, sep="\n")
-    else:
-        what = f"{len(run.steps)} steps" if run is not None else f"{sum(len(g.refs) for g in pool.groups)} blocks"
-        print(f"nothing is wrong in {what}")
-    if found:
-        raise typer.Exit(1)
-
-
-@_refusing
-def map(
-    file: Annotated[Path, typer.Argument(help="A run (pagetile trace --save) or a pool (PoolState.save).")],
-    step: Annotated[int, typer.Option(help="Of a run; negative counts from the end.")] = -1,
-    group: Annotated[str | None, typer.Option(help="Group of layers; the first by default.")] = None,
-    width: Annotated[int, typer.Option(help="Blocks a line.")] = 64,
-) -> None:
-    """Draw the pool: one character a block, a letter for who holds it."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from pagetile.inspect.poolmap import map_of_pool, map_of_run
-
-    if width < 1:
-        raise ArgumentError(f"--width is {width}; a line has at least 1 block")
-    run, pool = _load(file)
-    if run is not None:
-        index = step + len(run.steps) if step < 0 else step
-        if not 0 <= index < len(run.steps):
-            raise ArgumentError(f"--step is {step}, and the run has {len(run.steps)} steps")
-        drawn = next(map_of_run(run, s, run.group(group).name) for s in run.states() if s.index == index)
-    else:
-        names = [g.name for g in pool.groups]
-        if group is not None and group not in names:
-            raise ArgumentError(f"--group is {group!r}; the pool has {names}")
-        drawn = map_of_pool(pool.groups[names.index(group) if group else 0], pool.block_size)
-    console = Console(highlight=False, width=max(80, width + 12))
-    digits = len(str(max(0, len(drawn.cells) - 1)))
-    console.print(drawn.title)
-    for at in range(0, len(drawn.cells), width):
-        line = Text(f"{at:>{digits}}  ")
-        for sign, owner in zip(drawn.cells[at : at + width], drawn.owner[at : at + width], strict=True):
-            line.append(sign, style=_style(owner))
-        console.print(line)
-    for letter, what in drawn.legend:
-        console.print(Text.assemble((letter, "bold"), f"  {what}"))
-
-
-def _style(owner: int | None) -> str:
-    colours = ("cyan", "yellow", "green", "magenta", "blue", "red")
-    return "dim" if owner is None else "bold reverse" if owner < 0 else colours[owner % len(colours)]
-
-
-def _load(file: Path) -> tuple[Any, Any]:
-    """A run and None, or None and a pool."""
-    from pagetile.inspect.poolstate import PoolState
-    from pagetile.inspect.run import Run
-
-    if file.is_file() and file.suffix != ".gz" and file.read_bytes()[:32].find(b'"pagetile_pool"') >= 0:
-        return None, PoolState.load(file)
-    return Run.load(file), None
-
-
-@_refusing
-def view(
-    file: Annotated[Path, typer.Argument(help="The page to write, FILE.html.")],
-    prompts: Prompts = None,
-    run: Annotated[Path | None, typer.Option(help="A run that pagetile trace saved; else prompts are run now.")] = None,
-    prompts_file: PromptsFile = None,
-    model: Model = None,
-    chat: Chat = None,
-    max_tokens: MaxTokens = 32,
-    block_size: BlockSize = 16,
-    num_blocks: NumBlocks = "64",
-    max_batch_tokens: BatchTokens = 512,
-    backend: Backend = "auto",
-) -> None:
-    """Write one self-contained page that plays a recorded run."""
-    from pagetile.inspect.figures import size
-    from pagetile.inspect.run import Run
-    from pagetile.inspect.view import write_page
-
-    if run is not None and (prompts or prompts_file):
-        raise ArgumentError("give either --run or prompts")
-    recorded = (
-        Run.load(run)
-        if run is not None
-        else _record(prompts, prompts_file, model, chat, max_tokens, block_size, num_blocks, max_batch_tokens, backend)
-    )
-    write_page(recorded, file)
-    print(f"wrote {file} ({size(file.stat().st_size)}, {len(recorded.steps)} steps)")
+    if file.suffix == ".pt":
+        return torch.load(file, map_location="cpu", weights_only=True)
+    arrays = np.load(file, allow_pickle=False)
+    if isinstance(arrays, np.ndarray):
+        return arrays
+    with arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}

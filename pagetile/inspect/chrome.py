@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagetile.inspect.run import RELEASED, Run, State
+from pagetile.inspect import saved
+from pagetile.inspect.run import Run, State
+from pagetile.inspect.saved import RELEASED
 
 ENGINE, REQUESTS, KERNELS, FIRST_POOL = 1, 2, 3, 4
 """Process ids of the tracks; each group of layers has a pool of its own, from the last on."""
@@ -37,7 +39,7 @@ def chrome_trace(run: Run) -> dict[str, Any]:
 
 def save(run: Run, path: Path) -> None:
     """Write :func:`chrome_trace` to a file."""
-    path.write_text(json.dumps(chrome_trace(run), separators=(",", ":"), ensure_ascii=False))
+    saved.write(path, json.dumps(chrome_trace(run), separators=(",", ":"), ensure_ascii=False))
 
 
 def _us(seconds: float) -> float:

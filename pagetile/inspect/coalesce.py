@@ -23,6 +23,9 @@ SECTOR = 32
 WARP = 32
 """Lanes of an instruction."""
 
+FARTHEST = 2**63 - 1
+"""An address is 64 bits wide."""
+
 PACK_BYTES = 16
 """Widest access of one lane."""
 
@@ -177,8 +180,8 @@ def packed(
         ArgumentError: a pack that is no power of two, or wider than 16 bytes on a side.
     """
     store_bytes = load_bytes if store_bytes is None else store_bytes
-    pack = pack or max(1, PACK_BYTES // load_bytes)
-    if pack & (pack - 1) or pack * max(load_bytes, store_bytes) > PACK_BYTES:
+    pack = max(1, PACK_BYTES // load_bytes) if pack is None else pack
+    if pack < 1 or pack & (pack - 1) or pack * max(load_bytes, store_bytes) > PACK_BYTES:
         raise ArgumentError(
             f"pack is {pack} elements of {load_bytes} and {store_bytes} bytes; it must be a power of two of at most "
             f"{PACK_BYTES} bytes on each side"
@@ -192,19 +195,23 @@ def packed(
     return _span(parts, load_bytes, store_bytes, load_at, store_at)
 
 
-def scattered(addresses: Sequence[int], load_bytes: int, store_bytes: int | None = None) -> Access:
-    """Lanes that load from given addresses and store side by side, as a gather does.
+def scattered(
+    addresses: Sequence[int], load_bytes: int, store_bytes: int | None = None, *, store_at: int = 0
+) -> Access:
+    """Lanes that load from given addresses and store side by side from ``store_at`` on, as a gather does.
 
     >>> scattered([0, 64, 128], 2).loads[0].sectors            # separate sectors
     (0, 2, 4)
 
     Raises:
-        ArgumentError: no address, a negative one, or more than a warp has lanes.
+        ArgumentError: no address, more than a warp has lanes, or one that is negative or wider than 64 bits.
     """
-    if not 0 < len(addresses) <= WARP or min(addresses) < 0:
-        raise ArgumentError(f"addresses are {list(addresses)}; give 1 to {WARP}, none negative")
+    if not 0 < len(addresses) <= WARP:
+        raise ArgumentError(f"there are {len(addresses)} addresses; a warp has 1 to {WARP} lanes")
+    if not 0 <= min(addresses) <= max(addresses) < FARTHEST or store_at < 0:
+        raise ArgumentError(f"addresses are {list(addresses)}, stored from {store_at} on; give bytes of 0 to 2^63 - 1")
     store_bytes = load_bytes if store_bytes is None else store_bytes
-    stores = tuple(lane * store_bytes for lane in range(len(addresses)))
+    stores = tuple(store_at + lane * store_bytes for lane in range(len(addresses)))
     return Access(
         (Instruction("load", "lanes", load_bytes, tuple(addresses)),),
         (Instruction("store", "lanes", store_bytes, stores),),
@@ -218,7 +225,9 @@ def _span(
     for name, value in (("load", load_bytes), ("store", store_bytes)):
         if value < 1:
             raise ArgumentError(f"an element of the {name} has {value} bytes; it has at least 1")
-    if min(load_at, store_at) < 0 or any(n < 0 for *_, n in parts):
+    if any(n < 0 for *_, n in parts):
+        raise ArgumentError("a span has 0 elements or more")
+    if min(load_at, store_at) < 0:
         raise ArgumentError(f"offsets are {load_at} and {store_at} bytes; a span starts at or after its base")
     loads, stores = [], []
     for name, pack, first, lanes in parts:
@@ -231,8 +240,9 @@ def _span(
     return Access(tuple(loads), tuple(stores))
 
 
-def picture(instruction: Instruction, limit: int = 16) -> list[str]:
-    """An instruction as lines of text: one line a sector, one character a byte (``█`` asked for, ``·`` moved in vain).
+def picture(instruction: Instruction, limit: int = 16, signs: str = "█·") -> list[str]:
+    """An instruction as lines of text: one line a sector, one character a byte (``█`` asked for, ``·`` moved in vain;
+    ``signs`` has others for a terminal that lacks them).
 
     >>> print(*picture(scattered([4], 2).loads[0]), sep="\\n")
     load, lanes: 1 lane x 2 B = 2 B in 1 sector, 30 B wasted
@@ -246,7 +256,7 @@ def picture(instruction: Instruction, limit: int = 16) -> list[str]:
     ]
     for sector in i.sectors[:limit]:
         asked = i.bytes_in(sector)
-        bar = "".join("█" if byte in asked else "·" for byte in range(SECTOR))
+        bar = "".join(signs[0] if byte in asked else signs[1] for byte in range(SECTOR))
         lines.append(f"  sector {sector:3}  {bar}  {_lanes(i.lanes_in(sector))}")
     if count > limit:
         lines.append(f"  ... and {count - limit} more sectors")

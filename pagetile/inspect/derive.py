@@ -25,11 +25,11 @@ class Access:
     """Bytes of one head of one token in one cache; or one entry of a metadata tensor.
 
     Attributes:
-        op: ``write`` or ``attend``.
+        op: ``write``, ``attend``, ``gather``, or the two sides of a copy, ``copy_from`` and ``copy_to``.
         tensor: which one.
-        row: packed row (write) or sequence (attend) that needs it.
-        position: of the sequence, for reads of a cache; the first one served, for a block table entry; None if the
-            operation does not know it.
+        row: packed row (write, gather), sequence (attend) or pair (copy) that needs it.
+        position: of the sequence, for an attention's reads of a cache; the first of the block, for a block table
+            entry; None if the operation does not know it.
         block, offset: where; ``offset`` is the column for a block table entry.
         head: KV head; None for metadata.
         address: bytes from the tensor's base.
@@ -63,41 +63,67 @@ def accesses(trace: Trace, step: int, store: int, op: str | None = None) -> Iter
         trace: of a tracer.
         step: index of the step; negative counts from the end.
         store: index into ``trace.stores``.
-        op: only ``write`` or only ``attend``.
+        op: only ``write``, ``attend``, ``gather`` or ``copy``.
     """
+    derivations = {"write": writes, "attend": reads, "gather": gathers, "copy": copies}
     where = trace.stores[store]
     for call in trace.steps[step].calls:
         if store in call.stores and op in (None, call.op):
-            yield from writes(call, where) if call.op == "write" else reads(call, where)
+            yield from derivations[call.op](call, where)
 
 
 def writes(call: Call, store: Store) -> Iterator[Access]:
-    """What a write looks up and stores."""
+    """What a write looks up and stores. A slot outside the cache is looked up, and nothing is stored."""
     assert call.slots is not None
     itemsize = call.slots.itemsize
     for row, slot in enumerate(call.slots.tolist()):
         block, offset = divmod(slot, store.block_size) if slot >= 0 else (-1, -1)
-        yield Access("write", "slot_mapping", row, None, block, offset, None, row * itemsize, itemsize)
-        if 0 <= slot < store.num_blocks * store.block_size:
-            yield from _token("write", store, row, None, slot)
+        at = row * call.slot_stride * itemsize
+        yield Access("write", "slot_mapping", row, None, block, offset, None, at, itemsize)
+        yield from _stored("write", row, slot, store)
+
+
+def gathers(call: Call, store: Store) -> Iterator[Access]:
+    """What a gather loads from the caches. Its table was looked up before the backend was asked."""
+    assert call.slots is not None
+    for row, slot in enumerate(call.slots.tolist()):
+        yield from _stored("gather", row, slot, store)
+
+
+def _stored(op: str, row: int, slot: int, store: Store) -> Iterator[Access]:
+    if 0 <= slot < store.num_blocks * store.block_size:
+        yield from _token(op, store, row, None, slot)
 
 
 def reads(call: Call, store: Store) -> Iterator[Access]:
-    """What an attention looks up and loads: each sequence's table entries, then its keys and values."""
-    rows = call.table.rows()
-    width = max((len(r) for r in rows), default=0)
+    """What an attention looks up and loads: each sequence's table entries, then its keys and values.
+
+    A block id outside the cache is looked up, and nothing is loaded: on a GPU its keys count as not visible.
+    """
+    rows, size = call.table.rows(), store.block_size
     for seen in visible(call):
         row = rows[seen.seq]
-        size = store.block_size
-        for column in range(seen.first // size, -(-seen.last // size)):
-            at = (seen.seq * width + column) * row.itemsize
+        last = min(seen.last, len(row) * size)  # a load past the end of the row never happens
+        for column in range(seen.first // size, -(-last // size)):
+            at = (seen.seq * call.table_stride + column) * row.itemsize
             yield Access(
                 "attend", "block_table", seen.seq, column * size, int(row[column]), column, None, at, row.itemsize
             )
-        for position in range(seen.first, seen.last):
+        for position in range(seen.first, last):
             column, offset = split_position(position, size)
-            slot = join_slot(int(row[column]), offset, size)
-            yield from _token("attend", store, seen.seq, position, slot)
+            if 0 <= row[column] < store.num_blocks:
+                slot = join_slot(int(row[column]), offset, size)
+                yield from _token("attend", store, seen.seq, position, slot)
+
+
+def copies(call: Call, store: Store) -> Iterator[Access]:
+    """What a copy of blocks loads and stores, token by token, pair after pair."""
+    assert call.pairs is not None
+    for number, (source, target) in enumerate(call.pairs.tolist()):
+        for op, block in (("copy_from", source), ("copy_to", target)):
+            if block < store.num_blocks:  # a spare block, which a cycle goes through, is in no cache
+                for offset in range(store.block_size):
+                    yield from _token(op, store, number, None, join_slot(block, offset, store.block_size))
 
 
 def visible(call: Call) -> list[Range]:
@@ -130,8 +156,11 @@ def read_slots(call: Call, store: Store) -> dict[int, np.ndarray]:
     rows, size = call.table.rows(), store.block_size
     found = {}
     for seen in visible(call):
-        positions = np.arange(seen.first, seen.last, dtype=np.int64)
-        found[seen.seq] = rows[seen.seq].astype(np.int64)[positions // size] * size + positions % size
+        row = rows[seen.seq].astype(np.int64)
+        positions = np.arange(seen.first, min(seen.last, len(row) * size), dtype=np.int64)
+        homes = row[positions // size]
+        inside = (homes >= 0) & (homes < store.num_blocks)
+        found[seen.seq] = (homes * size + positions % size)[inside]
     return found
 
 

@@ -162,7 +162,7 @@ def explain_slot(
     True
 
     Raises:
-        ArgumentError: a negative slot (such rows are not stored), or a head that is not there.
+        ArgumentError: a negative slot (such rows are not stored), an address past 64 bits, or a head that is not there.
     """
     cache = cache or CacheShape()
     if slot < 0:
@@ -174,6 +174,12 @@ def _explain(
     slot: int, table: tuple[int, ...], cache: CacheShape, heads: Sequence[int] | None, position: int | None
 ) -> Explanation:
     block, offset = split_slot(slot, cache.block_size)
+    last = (block + 1) * cache.block_size * cache.num_kv_heads * cache.head_size * cache.itemsize
+    if last > 2**63:
+        raise ArgumentError(
+            f"slot {slot} of {cache.num_kv_heads} heads of {cache.head_size} {cache.dtype} would be past 2^63 bytes; "
+            "slots and addresses are 64 bits wide"
+        )
     found = [join_slot(logical, offset, cache.block_size) for logical, home in enumerate(table) if home == block]
     if position is None and found:
         position = found[0]

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pagetile.inspect.poolstate import GroupState
-from pagetile.inspect.run import RELEASED, Run, State
+from pagetile.inspect.run import Run, State
+from pagetile.inspect.saved import RELEASED
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 SHARED, CACHED, FREE = "+", "o", "."
+MOST_CELLS = 16384
+"""Blocks that are drawn; the rest is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,7 @@ class PoolMap:
 
     Attributes:
         title: one line.
-        cells: one character a block, in order of ids.
+        cells: one character a block, in order of ids, of the first :data:`MOST_CELLS`.
         legend: letter -> what it stands for, with the number of blocks.
         owner: for each cell the number of its owner, -1 for several, None for nobody; for colours.
     """
@@ -51,30 +54,36 @@ def draw(title: str, num_blocks: int, rows: Mapping[str, Sequence[int]], cached:
     names = list(rows)
     for number, name in enumerate(names):
         for block in rows[name]:
-            if block != RELEASED:
+            if 0 <= block < num_blocks:
                 holders.setdefault(block, []).append(number)
+    idle = {b for b in cached if 0 <= b < num_blocks and b not in holders}
     cells, owner = [], []
-    for block in range(num_blocks):
+    for block in range(min(num_blocks, MOST_CELLS)):
         own = holders.get(block, [])
-        if len(own) > 1:
-            cells.append(SHARED)
-            owner.append(-1)
-        elif own:
-            cells.append(LETTERS[own[0] % len(LETTERS)])
-            owner.append(own[0])
-        else:
-            cells.append(CACHED if block in cached else FREE)
-            owner.append(None)
+        cells.append(SHARED if len(own) > 1 else LETTERS[own[0] % len(LETTERS)] if own else FREE)
+        owner.append(-1 if len(own) > 1 else own[0] if own else None)
+        if block in idle:
+            cells[-1] = CACHED
     legend = [
-        (LETTERS[number % len(LETTERS)], f"{name}: {sum(b != RELEASED for b in rows[name])} blocks")
+        (LETTERS[number % len(LETTERS)], f"{name}: {_some(sum(b != RELEASED for b in rows[name]), 'block')}")
         for number, name in enumerate(names)
         if len(rows[name])
     ]
-    text = "".join(cells)
-    for sign, what in ((SHARED, "held by several"), (CACHED, "cached"), (FREE, "free")):
-        if count := text.count(sign):
+    shared = sum(len(own) > 1 for own in holders.values())
+    free = num_blocks - len(holders) - len(idle)
+    for sign, what, count in ((SHARED, "held by several", shared), (CACHED, "cached", len(idle)), (FREE, "free", free)):
+        if count:
             legend.append((sign, f"{what}: {count}"))
-    return PoolMap(title, text, tuple(legend), tuple(owner))
+    if num_blocks > len(cells):
+        legend.append((" ", f"blocks {len(cells)} to {num_blocks - 1} are counted and not drawn"))
+    strangers = sorted({b for row in rows.values() for b in row if b >= num_blocks})
+    if strangers:
+        legend.append(("!", f"outside the pool: {_some(len(strangers), 'block')}; pagetile audit says whose"))
+    return PoolMap(title, "".join(cells), tuple(legend), tuple(owner))
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def map_of_pool(state: GroupState, block_size: int) -> PoolMap:
@@ -92,7 +101,7 @@ def map_of_run(run: Run, state: State, group: str) -> PoolMap:
         f"{number} {request.label}": state.owned[group].get(number, []) for number, request in enumerate(run.requests)
     }
     title = (
-        f"group {group}: {g.num_blocks} blocks of {run.block_size}, step {state.index} of {len(run.steps)}, "
-        f"{state.step.num_tokens} new tokens in {len(state.step.rows)} sequences"
+        f"group {group}: {g.num_blocks} blocks of {run.block_size}, step {state.index} of {len(run.steps) - 1}, "
+        f"{_some(state.step.num_tokens, 'new token')} in {_some(len(state.step.rows), 'sequence')}"
     )
     return draw(title, g.num_blocks, rows, state.cached[group])

@@ -11,7 +11,8 @@ import torch
 
 from pagetile.contracts.errors import ArgumentError
 from pagetile.contracts.geometry import blocks_for
-from pagetile.inspect.run import RELEASED
+from pagetile.inspect import saved
+from pagetile.inspect.saved import RELEASED
 
 if TYPE_CHECKING:
     from pagetile.cache.groups import LayerGroup
@@ -94,36 +95,44 @@ class PoolState:
         return cls(table.block_size, groups)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps({"pagetile_pool": VERSION, **asdict(self)}, separators=(",", ":")))
+        """Write it as JSON; whole, or not at all."""
+        saved.write(path, json.dumps({"pagetile_pool": VERSION, **asdict(self)}, separators=(",", ":")))
 
     @classmethod
     def load(cls, path: Path) -> PoolState:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ArgumentError: no such file, or something else.
+            ArgumentError: no such file, a damaged one, or not a saved pool.
         """
-        if not path.is_file():
-            raise ArgumentError(f"{path} is not a file")
+        return cls.read(path, saved.read(path))
+
+    @classmethod
+    def read(cls, path: Path, data: dict[str, Any]) -> PoolState:
+        """:meth:`from_dict` of a file's document, whose errors name the file.
+
+        Raises:
+            ArgumentError: not a saved pool.
+        """
         try:
-            return cls.from_dict(json.loads(path.read_text()))
-        except ValueError as error:
-            if isinstance(error, ArgumentError):
-                raise
-            raise ArgumentError(f"{path} is not JSON: {error}") from None
+            return cls.from_dict(data)
+        except ArgumentError as error:
+            raise ArgumentError(f"{path}: {error}") from None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PoolState:
-        """The inverse of what is saved."""
-        if not isinstance(data, dict) or data.get("pagetile_pool") != VERSION:
-            raise ArgumentError(f"this is no saved pool of version {VERSION}")
+        """The inverse of what is saved.
+
+        Raises:
+            ArgumentError: something else, a pool of another version, or an entry that cannot be.
+        """
+        saved.require_version(data, "pagetile_pool", VERSION, "saved pool")
+        saved.check_pool(data)
         groups = []
         for g in data["groups"]:
-            for name in ("rows", "stored", "holds"):
-                g[name] = {int(k): v for k, v in g[name].items()}
-            g["not_finite"] = [NotFinite(**{**bad, "heads": tuple(bad["heads"])}) for bad in g["not_finite"]]
-            groups.append(GroupState(**g))
+            numbered = {name: {int(k): v for k, v in g[name].items()} for name in ("rows", "stored", "holds")}
+            bad = [NotFinite(**{**one, "heads": tuple(one["heads"])}) for one in g["not_finite"]]
+            groups.append(GroupState(**{**g, **numbered, "not_finite": bad}))
         return cls(data["block_size"], groups)
 
 

@@ -45,12 +45,14 @@ class Table:
         before: the table that the changes are made to; None is an empty one.
         lengths: used entries of each row; the rest of a row is nobody's and is not kept.
         changes: ``(row, first column, entries from there to the row's length)``.
+        dtype: of the tensor, int32 or int64.
         depth: tables before it in the chain.
     """
 
     before: Table | None
     lengths: np.ndarray
     changes: list[tuple[int, int, np.ndarray]]
+    dtype: np.dtype
     depth: int = 0
 
     @classmethod
@@ -64,7 +66,7 @@ class Table:
             same = _common(old[row], new) if row < len(old) else 0
             if same < length:
                 changes.append((row, same, new[same:].copy()))
-        return cls(before, lengths, changes, 0 if before is None else before.depth + 1)
+        return cls(before, lengths, changes, raw.dtype, 0 if before is None else before.depth + 1)
 
     def rows(self) -> list[np.ndarray]:
         """Used entries of every row."""
@@ -80,7 +82,7 @@ class Table:
             ]
             for row, first, entries in table.changes:
                 rows[row] = np.concatenate([rows[row][:first], entries])
-        return rows
+        return [row.astype(self.dtype, copy=False) for row in rows]
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
@@ -95,9 +97,11 @@ class Call:
     """One question, asked of one layer or of several.
 
     Attributes:
-        op: ``write``, ``attend`` or ``merge``.
+        op: ``write`` (a fused one too), ``attend``, ``merge``, ``gather`` or ``copy``.
         stores: indices of the caches it was asked of, in order; empty where there is no paged cache.
-        slots: of a write, int64 or int32 ``[T']``.
+        slots: of a write or a gather, int64 or int32 ``[T']``.
+        slot_stride, table_stride: elements between two slots, and between two rows of the block table.
+        pairs: of a copy, int64 ``[n, 2]``, (source, destination) blocks in an order that may be run one by one.
         query_start_loc, seq_lens, table, key_starts, window, num_q_heads: of an attention.
     """
 
@@ -110,6 +114,9 @@ class Call:
     key_starts: np.ndarray | None = None
     window: tuple[int, int] = (-1, -1)
     num_q_heads: int = 0
+    slot_stride: int = 1
+    table_stride: int = 0
+    pairs: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

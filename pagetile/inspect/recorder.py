@@ -20,7 +20,6 @@ from pagetile.engine.engine import Engine
 from pagetile.engine.request import Sample
 from pagetile.engine.scheduler import Scheduler, StepPlan
 from pagetile.inspect.run import (
-    RELEASED,
     Run,
     RunGroup,
     RunRequest,
@@ -29,6 +28,7 @@ from pagetile.inspect.run import (
     change,
     derived_slots,
 )
+from pagetile.inspect.saved import RELEASED
 from pagetile.inspect.tracer import Tracer, layers_of, store_of
 
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from pagetile.contracts.errors import ArgumentError
 from pagetile.contracts.geometry import PAD_SLOT
+from pagetile.inspect import saved
+from pagetile.inspect.saved import RELEASED
 
 VERSION = 1
 _APART = ("groups", "requests", "steps", "trace", "zero")
-RELEASED = -1
-"""Entry of a block row whose block was given back because it is behind the window."""
 
 
 @dataclass(slots=True)
@@ -214,11 +214,10 @@ class Run:
         """The inverse of :meth:`to_dict`.
 
         Raises:
-            ArgumentError: something else, or a run of another version.
+            ArgumentError: something else, a run of another version, or an entry that cannot be.
         """
-        if not isinstance(data, dict) or data.get("pagetile_run") != VERSION:
-            found = data.get("pagetile_run") if isinstance(data, dict) else None
-            raise ArgumentError(f"this is no recorded run of version {VERSION} (it says {found!r}); record it again")
+        saved.require_version(data, "pagetile_run", VERSION, "recorded run")
+        saved.check_run(data)
         data = {k: v for k, v in data.items() if k != "pagetile_run"}
         return cls(
             **{
@@ -230,26 +229,30 @@ class Run:
         )
 
     def save(self, path: Path) -> None:
-        """Write it as JSON; compressed when the name ends in ``.gz``."""
-        text = json.dumps(self.to_dict(), separators=(",", ":"), ensure_ascii=False).encode()
-        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+        """Write it as JSON; compressed when the name ends in ``.gz``. Whole, or not at all."""
+        text = json.dumps(self.to_dict(), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+        saved.write(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
     @classmethod
     def load(cls, path: Path) -> Run:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ArgumentError: no such file, or not a recorded run.
+            ArgumentError: no such file, a damaged one, or not a recorded run.
         """
-        if not path.is_file():
-            raise ArgumentError(f"{path} is not a file; record a run with pagetile trace")
-        raw = path.read_bytes()
+        return cls.read(path, saved.read(path))
+
+    @classmethod
+    def read(cls, path: Path, data: dict[str, Any]) -> Run:
+        """:meth:`from_dict` of a file's document, whose errors name the file.
+
+        Raises:
+            ArgumentError: not a recorded run.
+        """
         try:
-            return cls.from_dict(json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw))
-        except (ValueError, OSError, EOFError) as error:
-            if isinstance(error, ArgumentError):
-                raise
-            raise ArgumentError(f"{path} is not JSON: {error}") from None
+            return cls.from_dict(data)
+        except ArgumentError as error:
+            raise ArgumentError(f"{path}: {error}") from None
 
 
 def derived_slots(state: State, group: str, block_size: int) -> np.ndarray:

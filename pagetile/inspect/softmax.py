@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagetile.contracts.errors import ArgumentError, ShapeError
+from pagetile.contracts.errors import ArgumentError, DTypeError, ShapeError
+
+MOST_SPLITS = 65536
+"""Pieces that a row is cut into at most; no kernel has more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +55,7 @@ class Running:
 
     def merge(self, other: Running) -> Running:
         """The state over the keys of both."""
-        m = max(self.m, other.m)
+        m = highest(self.m, other.m)
         a, b = rescale(self.m, m), rescale(other.m, m)
         return Running(m, a * self.l + b * other.l, a * self.acc + b * other.acc)
 
@@ -96,34 +99,42 @@ class Walk:
 
     @property
     def error(self) -> float:
-        """Largest distance between the merged output and the full softmax's."""
-        return float((self.merged.out - self.full_out).abs().max()) if self.full_out.numel() else 0.0
+        """Largest distance between the merged output and the full softmax's; 0 where both are NaN."""
+        return max(
+            (_distance(a, b) for a, b in zip(self.merged.out.tolist(), self.full_out.tolist(), strict=True)),
+            default=0.0,
+        )
 
     @property
     def lse_error(self) -> float:
-        """Distance of the two log-sum-exps; 0 when both are -inf."""
-        return 0.0 if self.merged.lse == self.full_lse else abs(self.merged.lse - self.full_lse)
+        """Distance of the two log-sum-exps; 0 when both are -inf, or NaN."""
+        return _distance(self.merged.lse, self.full_lse)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; -inf becomes None."""
+        """Plain values, for JSON, which has finite numbers only: -inf, inf and NaN become None."""
         return {
             "tiles": [
                 {
                     "split": s.split,
                     "first": s.first,
                     "last": s.last,
-                    "scores": [_finite(x) for x in s.scores.tolist()],
-                    "alpha": s.alpha,
+                    "scores": _all_finite(s.scores),
+                    "alpha": _finite(s.alpha),
                     **_state(s.state),
                 }
                 for s in self.steps
             ],
             "splits": [_state(s) for s in self.splits],
-            "merged": {**_state(self.merged), "out": self.merged.out.tolist(), "lse": _finite(self.merged.lse)},
-            "full": {"out": self.full_out.tolist(), "lse": _finite(self.full_lse)},
-            "error": self.error,
-            "lse_error": self.lse_error,
+            "merged": {**_state(self.merged), "out": _all_finite(self.merged.out), "lse": _finite(self.merged.lse)},
+            "full": {"out": _all_finite(self.full_out), "lse": _finite(self.full_lse)},
+            "error": _finite(self.error),
+            "lse_error": _finite(self.lse_error),
         }
+
+
+def highest(a: float, b: float) -> float:
+    """The larger of two scores; NaN if one is (Python's ``max`` would depend on their order)."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 def rescale(old: float, new: float) -> float:
@@ -159,28 +170,37 @@ def walk(
         visible: half-open range of keys that the query sees; all by default.
 
     Raises:
-        ShapeError: sizes that do not agree.
-        ArgumentError: a tile or a number of splits below 1.
+        ShapeError: sizes that do not agree, or a head of no elements.
+        DTypeError: complex numbers.
+        ArgumentError: a tile or a number of splits below 1, or more than :data:`MOST_SPLITS`.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.is_complex():
+            raise DTypeError(f"{name} is {x.dtype}; it must be real")
     q, k, v = (x.detach().to("cpu", torch.float64) for x in (q, k, v))
     if q.dim() != 1 or k.dim() != 2 or v.dim() != 2 or k.shape[1] != q.shape[0] or len(v) != len(k):
         raise ShapeError(
             f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}; they must be [D], [L, D] and [L, Dv]"
         )
+    if not len(q):
+        raise ShapeError(f"q is [0] and k is {list(k.shape)}; a head has at least one element")
+    if splits > MOST_SPLITS:
+        raise ArgumentError(f"splits is {splits}; give {MOST_SPLITS} at most")
     if tile < 1 or splits < 1:
         raise ArgumentError(f"tile is {tile} and splits is {splits}; both must be at least 1")
     factor = q.shape[0] ** -0.5 if scale is None else scale
     scores = factor * (k @ q)
     lo, hi = (0, len(k)) if visible is None else (max(0, visible[0]), min(len(k), visible[1]))
     keys = torch.arange(len(k))
-    scores = torch.where((keys >= lo) & (keys < hi), scores, -math.inf)
+    seen = (keys >= lo) & (keys < hi)
+    scores = torch.where(seen, scores, -math.inf)
 
     steps: list[TileStep] = []
     states: list[Running] = []
     for split, (first, last) in enumerate(cut(len(k), tile, splits)):
         state = Running.empty(v.shape[1])
         for start in range(first, last, tile):
-            step = _tile(split, start, min(start + tile, last), scores, v, state)
+            step = _tile(split, start, min(start + tile, last), scores, seen, v, state)
             steps.append(step)
             state = step.state
         states.append(state)
@@ -203,13 +223,12 @@ def cut(num_keys: int, tile: int, splits: int) -> list[tuple[int, int]]:
     return [(min(num_keys, s * each * tile), min(num_keys, (s + 1) * each * tile)) for s in range(splits)]
 
 
-def _tile(split: int, first: int, last: int, scores: Tensor, v: Tensor, before: Running) -> TileStep:
-    own = scores[first:last]
-    m = max(before.m, float(own.max()))
+def _tile(split: int, first: int, last: int, scores: Tensor, visible: Tensor, v: Tensor, before: Running) -> TileStep:
+    own, seen = scores[first:last], visible[first:last]
+    m = highest(before.m, float(own.max()))
     alpha = rescale(before.m, m)
-    seen = own > -math.inf
-    p = torch.exp(own[seen] - m)
     # Only rows that are seen are multiplied: a weight of 0 would not stop a NaN in a hidden one.
+    p = torch.exp(own[seen] - m) if m != -math.inf else torch.zeros_like(own[seen])
     acc = alpha * before.acc + p @ v[first:last][seen]
     return TileStep(split, first, last, own, alpha, Running(m, alpha * before.l + float(p.sum()), acc))
 
@@ -254,4 +273,13 @@ def _finite(x: float) -> float | None:
 
 
 def _state(s: Running) -> dict[str, Any]:
-    return {"m": _finite(s.m), "l": s.l, "acc": s.acc.tolist()}
+    return {"m": _finite(s.m), "l": _finite(s.l), "acc": _all_finite(s.acc)}
+
+
+def _all_finite(values: Tensor) -> list[float | None]:
+    return [_finite(x) for x in values.tolist()]
+
+
+def _distance(a: float, b: float) -> float:
+    """How far two numbers are apart; nothing if they are the same, be it infinite or NaN."""
+    return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b)

@@ -148,8 +148,9 @@ def vllm_split(cache: CacheShape, layout: str, problem: WriteProblem) -> Split:
             )
     packs, tail = divmod(run, pack)
     rounds = -(-packs // workers)
-    how += f"; {packs} packs of {pack} x {source} bytes in {rounds} round{'s' if rounds != 1 else ''}"
-    how += f", {tail} elements one by one" if tail else ""
+    how += f"; {packs} pack{'' if packs == 1 else 's'} of {pack} x {source} bytes"
+    how += f" in {rounds} round{'' if rounds == 1 else 's'}"
+    how += f", {tail} element{'' if tail == 1 else 's'} one by one" if tail else ""
     return Split("vLLM", layout, spans, run, how, (why, "packs are aligned by the source address"), tuple(hazards))
 
 

@@ -9,6 +9,8 @@ without a tracer the backend object is the undecorated one.
     pagetile.flash_attn_varlen_func(..., backend=tracer)
     tracer.trace.steps[0].calls
 
+A call over x-packed caches (``paged_attention_v1``) is noted without a store, so no address is derived from it.
+
 On a GPU the metadata is copied on the device without a synchronisation and read when the trace is; a replayed CUDA
 graph calls no Python, so a call under capture is refused.
 """
@@ -16,7 +18,7 @@ graph calls no Python, so a call under capture is refused.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pagetile.backends.protocol import AttendCall, Backend, MergeCall, WriteCall
+from pagetile.backends.verbs import CopyCall, FusedWriteCall, GatherCall, verb_of
 from pagetile.contracts.errors import BackendError, UnsupportedError
 from pagetile.contracts.geometry import CacheStrides
 from pagetile.contracts.problem import Problem
@@ -95,13 +98,14 @@ class Tracer:
 
     def write(self, call: WriteCall) -> None:
         """Record the slots and delegate."""
-        store = self._store(call.key_cache, call.value_cache) if call.problem.layout == "paged" else -1
-        if not self._explicit and store >= 0 and store in self._written:
-            self._begin()
-        slots = self._snap(call.slot_mapping)
+        store = self._store_of_write(call)
+        self._run_write(call, store, self._choice(call.problem).write, call)
+
+    def _run_write(self, write: WriteCall, store: int, run: Callable[[Any], None], call: Any) -> None:
+        slots, stride = self._snap(write.slot_mapping), write.slot_mapping.stride(0)
         began = time.perf_counter_ns()
-        self._choice(call.problem).write(call)
-        self._note(("write", id(slots)), store, began, slots=slots)
+        run(call)
+        self._note(("write", id(slots), stride), store, began, slots=slots, slot_stride=stride)
         self._written.add(store)
 
     def attend(self, call: AttendCall) -> None:
@@ -112,10 +116,11 @@ class Tracer:
         lens = self._snap(call.seq_lens) if call.seq_lens is not None else None
         starts = self._snap(call.key_starts) if call.key_starts is not None else None
         table = self._snap(call.block_table) if call.block_table is not None and paged else None
+        stride = call.block_table.stride(0) if call.block_table is not None and paged else 0
         began = time.perf_counter_ns()
         self._choice(call.problem).attend(call)
         heads = call.problem.num_q_heads
-        key = ("attend", id(loc), id(lens), id(table), id(starts), call.window, heads)
+        key = ("attend", id(loc), id(lens), id(table), id(starts), stride, call.window, heads)
         self._note(
             key,
             store,
@@ -126,6 +131,7 @@ class Tracer:
             key_starts=starts,
             window=call.window,
             num_q_heads=heads,
+            table_stride=stride,
         )
 
     def merge(self, call: MergeCall) -> None:
@@ -133,6 +139,54 @@ class Tracer:
         began = time.perf_counter_ns()
         self._choice(call.problem).merge(call)
         self._note(("merge", call.problem.num_tokens, call.problem.num_heads), -1, began)
+
+    # The verbs that some backends have -------------------------------------------------------------------------------
+
+    def fused_write(self, call: FusedWriteCall) -> None:
+        """Record the slots, as of a write, and delegate."""
+        store = self._store_of_write(call.write)
+        self._run_write(call.write, store, verb_of(self._choice(call.problem), "fused_write", call.problem), call)
+
+    def gather(self, call: GatherCall) -> None:
+        """Record the slots that are read and delegate."""
+        store, slots, stride = (
+            self._store(call.key_cache, call.value_cache),
+            self._snap(call.slots),
+            call.slots.stride(0),
+        )
+        run = verb_of(self._choice(call.problem), "gather", call.problem)
+        began = time.perf_counter_ns()
+        run(call)
+        self._note(("gather", id(slots), stride), store, began, slots=slots, slot_stride=stride)
+
+    def copy_blocks(self, call: CopyCall) -> None:
+        """Record the pairs of blocks and delegate; caches are those that a write or an attention has named before."""
+        run = verb_of(self._choice(call.problem), "copy_blocks", call.problem)
+        bases = {cache.data_ptr() for cache in call.caches}
+        inside = all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(call.sources, call.caches, strict=True))
+        stores = [number for key, number in self._stores.items() if inside and bases & {key[0], key[1]}]
+        pairs = torch.cat(call.levels).numpy().copy() if call.levels else np.zeros((0, 2), np.int64)
+        began = time.perf_counter_ns()
+        run(call)
+        for store in stores or [-1]:
+            self._note(("copy", len(call.levels), pairs.tobytes()), store, began, pairs=pairs)
+            began = time.perf_counter_ns()  # one launch copies all; it is timed once
+
+    def workspace_bytes(self, call: AttendCall) -> int:
+        """What the backend that does the work says; 0 where it does not say."""
+        needs = getattr(self._choice(call.problem), "workspace_bytes", None)
+        return 0 if needs is None else needs(call)
+
+    def check(self, call: WriteCall | AttendCall) -> None:
+        """``validate=True`` away from the CPU, by the backend that does the work."""
+        backend = self._choice(call.problem)
+        check = getattr(backend, "check", None)
+        if check is None:
+            raise UnsupportedError(
+                f"validate=True: the backend {backend.name} cannot check values on {call.problem.device}; "
+                "pass validate=False, or trace a backend that can"
+            )
+        check(call)
 
     # Recording ------------------------------------------------------------------------------------------------------
 
@@ -190,6 +244,13 @@ class Tracer:
             self._snaps.clear()
         self._snaps[id(tensor)] = tensor, copy
         return copy
+
+    def _store_of_write(self, call: WriteCall) -> int:
+        """The store of a write's caches; the second write to one begins a step, unless the caller says when."""
+        store = self._store(call.key_cache, call.value_cache) if call.problem.layout == "paged" else -1
+        if not self._explicit and store >= 0 and store in self._written:
+            self._begin()
+        return store
 
     def _store(self, k: Tensor, v: Tensor) -> int:
         key = (k.data_ptr(), v.data_ptr(), k.shape, v.shape, k.stride(), v.stride())

@@ -52,8 +52,8 @@ def test_a_slot_written_twice(crowded: tuple[Engine, Run]) -> None:
     run = copied(crowded[1])
     run.steps[0].slots["full"] = [0, 1, 2, 2, *range(4, 16)]
     found = audit_run(run)
-    assert [f.message for f in found if f.kind == "duplicate_slot"] == ["1 slots are written twice in one step: 2"]
-    assert any(f.kind == "dead_read" and "1 positions" in f.message for f in found), "slot 3 was read and never written"
+    assert [f.message for f in found if f.kind == "duplicate_slot"] == ["1 slot written more than once in one step: 2"]
+    assert any(f.kind == "dead_read" and "1 position " in f.message for f in found), "slot 3 was read and never written"
 
 
 def test_a_write_outside_what_the_request_holds(crowded: tuple[Engine, Run]) -> None:

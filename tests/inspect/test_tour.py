@@ -148,6 +148,6 @@ def test_audit_says_what_is_wrong(tmp_path: Path, crowded) -> None:
     (tmp_path / "run.json").write_text(json.dumps(run))
     result = CliRunner().invoke(app, ["audit", str(tmp_path / "run.json")])
     assert result.exit_code == 1
-    assert "duplicate_slot: group 'full', step 0: 1 slots are written twice in one step: 2" in result.output
+    assert "duplicate_slot: group 'full', step 0: 1 slot written more than once in one step: 2" in result.output
     found = json.loads(CliRunner().invoke(app, ["audit", str(tmp_path / "run.json"), "--json"]).output)
     assert {f["kind"] for f in found} == {"duplicate_slot", "dead_read"}

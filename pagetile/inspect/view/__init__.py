@@ -10,6 +10,7 @@ import html
 import json
 from pathlib import Path
 
+from pagetile.inspect import saved
 from pagetile.inspect.run import Run
 
 HERE = Path(__file__).resolve().parent
@@ -36,4 +37,4 @@ def page(run: Run) -> str:
 
 def write_page(run: Run, path: Path) -> None:
     """Write :func:`page` to a file."""
-    path.write_text(page(run), encoding="utf-8")
+    saved.write(path, page(run))
