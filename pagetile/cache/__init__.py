@@ -10,6 +10,7 @@ from pagetile.cache.offload import HostBlocks, Transfer
 from pagetile.cache.pool import BlockPool, PoolStats
 from pagetile.cache.prefix import Hasher, Prefix, Salt, blake2b, chain
 from pagetile.cache.reservation import BlockCopy
+from pagetile.cache.scales import CacheScales, KVMaxima, maxima_of, rescale
 from pagetile.cache.sequence import Sequence
 from pagetile.cache.sequences import SequenceTable
 from pagetile.cache.store import Loaded, load_prefixes, save_prefixes
@@ -19,9 +20,11 @@ __all__ = [
     "BlockCopy",
     "BlockPool",
     "CacheGeometry",
+    "CacheScales",
     "GroupUsage",
     "Hasher",
     "HostBlocks",
+    "KVMaxima",
     "LayerGroup",
     "Loaded",
     "MemoryFigures",
@@ -40,5 +43,7 @@ __all__ = [
     "defragment",
     "group_layers",
     "load_prefixes",
+    "maxima_of",
+    "rescale",
     "save_prefixes",
 ]

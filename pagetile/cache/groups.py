@@ -123,6 +123,7 @@ class CacheGeometry:
     groups: tuple[LayerGroup, ...]
     block_size: int
     itemsize: int
+    scale_bytes: int = 0
 
     @classmethod
     def of(
@@ -134,8 +135,12 @@ class CacheGeometry:
         head_size: int | None = None,
         head_size_v: int | None = None,
         itemsize: int,
+        scale_bytes: int = 0,
     ) -> CacheGeometry:
-        """Fill the sizes that the groups leave open; ``head_size_v`` defaults to the group's ``head_size``."""
+        """Fill the sizes that the groups leave open; ``head_size_v`` defaults to the group's ``head_size``.
+
+        ``scale_bytes``: what the scales of a token and head take, K and V together, beside the elements.
+        """
         resolved = []
         for g in check_groups(groups, block_size):
             heads = g.num_kv_heads if g.num_kv_heads is not None else num_kv_heads
@@ -148,14 +153,15 @@ class CacheGeometry:
                         f"{name} of group {g.name!r} is {value}; give it for the cache or for the group"
                     )
             resolved.append(replace(g, num_kv_heads=heads, head_size=size, head_size_v=size_v, block_size=block_size))
-        return cls(tuple(resolved), block_size, itemsize)
+        return cls(tuple(resolved), block_size, itemsize, scale_bytes)
 
     def group_bytes_per_token(self, name: str) -> int:
         """Bytes one token takes in all layers of one group, K and V."""
         g = next((g for g in self.groups if g.name == name), None)
         if g is None:
             raise ArgumentError(f"no group {name!r}; the groups are {[g.name for g in self.groups]}")
-        return len(g.layers) * g.num_kv_heads * (g.head_size + g.head_size_v) * self.itemsize  # type: ignore[operator]
+        row = (g.head_size + g.head_size_v) * self.itemsize + self.scale_bytes  # type: ignore[operator]
+        return len(g.layers) * g.num_kv_heads * row  # type: ignore[operator]
 
     def group_bytes_per_block(self, name: str) -> int:
         """Bytes one block takes in all layers of one group, K and V."""

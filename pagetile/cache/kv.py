@@ -10,8 +10,11 @@ from torch import Tensor
 
 from pagetile.cache.groups import CacheGeometry, LayerGroup, per_group
 from pagetile.cache.memory import budget, lazy_zeros
+from pagetile.cache.scales import CacheScales, check_scales
 from pagetile.contracts import figure
+from pagetile.contracts.dtypes import QUANTISED, dtype_name, storage_kind
 from pagetile.contracts.errors import ArgumentError, BlockTableError, DTypeError
+from pagetile.reference.quantise import STORED_AS
 
 CACHE_DTYPES = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8}
@@ -39,9 +42,14 @@ class PagedKVCache:
         block_size: slots in a block, the same for all groups; any integer of at least 1.
         num_kv_heads, head_size, head_size_v: of every layer whose group does not say otherwise; ``head_size_v``
             defaults to ``head_size``.
-        dtype: of the stored elements, exactly this one (the global default dtype plays no part).
+        dtype: of the stored elements, exactly this one (the global default dtype plays no part); None is float32, or
+            what ``kv_cache_dtype`` is stored as.
         layout: ``"NHD"`` stores a block as ``[token, head, element]``, ``"HND"`` as ``[head, token, element]``.
         pin_memory: on a CPU: page-locked, so that a GPU can copy to and from it without waiting.
+        kv_cache_dtype: what the elements mean: ``auto`` (by ``dtype``), ``fp8`` (= ``fp8_e4m3``), ``fp8_e4m3``,
+            ``fp8_e5m2``, ``int8``.
+        scales: of a quantised cache: None (1 everywhere), :class:`~pagetile.cache.scales.CacheScales`, or
+            ``"token_head"``: each token and head has its own, stored beside its block.
 
     Raises:
         ArgumentError: sizes that are missing, below 1 or contradict each other, or a memory that holds no block.
@@ -59,17 +67,27 @@ class PagedKVCache:
         num_kv_heads: int | None = None,
         head_size: int | None = None,
         head_size_v: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         layout: Literal["NHD", "HND"] = "NHD",
         memory: int | float | None = None,
         expected_len: int | None = None,
         pin_memory: bool = False,
+        kv_cache_dtype: str = "auto",
+        scales: CacheScales | Literal["token_head"] | None = None,
     ) -> None:
+        if dtype is None:
+            dtype = STORED_AS.get("fp8_e4m3" if kv_cache_dtype == "fp8" else kv_cache_dtype, torch.float32)
         if dtype not in CACHE_DTYPES:
             raise DTypeError(f"dtype is {dtype}; a cache holds one of {sorted(str(d) for d in CACHE_DTYPES)}")
         if layout not in ("NHD", "HND"):
             raise ArgumentError(f"layout is {layout!r}; it must be 'NHD' or 'HND' (it is never guessed from shapes)")
+        # A uint8 cache may leave it to the ops to say what its bytes mean.
+        unsaid = dtype == torch.uint8 and kv_cache_dtype == "auto"
+        self.kind = "uint8" if unsaid else storage_kind(dtype_name(dtype), kv_cache_dtype)
+        self.own_scales = scales == "token_head"
+        if scales is not None and self.kind not in QUANTISED:
+            raise ArgumentError(f"scales are given, but the cache holds {self.kind}, which has none; pass scales=None")
         self.geometry = CacheGeometry.of(
             _groups(num_layers, groups),
             block_size=block_size,
@@ -77,6 +95,7 @@ class PagedKVCache:
             head_size=head_size,
             head_size_v=head_size_v,
             itemsize=dtype.itemsize,
+            scale_bytes=8 if self.own_scales else 0,
         )
         self.groups = self.geometry.groups
         self.block_size = block_size
@@ -95,6 +114,13 @@ class PagedKVCache:
         self._group_of = {layer: g for g in self.groups for layer in g.layers}
         self._keys = {layer: self._allocate(g, g.head_size) for layer, g in self._group_of.items()}
         self._values = {layer: self._allocate(g, g.head_size_v) for layer, g in self._group_of.items()}
+        self._scales: dict[int, tuple[Tensor, Tensor]] = {}
+        self.all_scales: CacheScales | None = None
+        if self.own_scales:
+            self._scales = {layer: self._allocate_scales(g) for layer, g in self._group_of.items()}
+        elif isinstance(scales, CacheScales):
+            check_scales(self, scales)
+            self.use_scales(scales)
 
     def key(self, layer: int) -> Tensor:
         """K of a layer, ``[NB, BS, Hkv, D]``."""
@@ -103,6 +129,24 @@ class PagedKVCache:
     def value(self, layer: int) -> Tensor:
         """V of a layer, ``[NB, BS, Hkv, Dv]``."""
         return self._values[self._known(layer)]
+
+    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """The scales of K and V of a layer: None, float32 ``[]`` or ``[Hkv]``, or the tokens' own ``[NB, BS, Hkv]``."""
+        return self._scales.get(self._known(layer), (None, None))
+
+    def use_scales(self, scales: CacheScales) -> None:
+        """Take other scales for what is written from now on; what is stored keeps its bytes, and so changes in meaning.
+
+        See :func:`pagetile.cache.scales.rescale`, which changes both.
+        """
+        self.all_scales = scales.to(self.device)
+        self._scales = {layer: (self.all_scales.keys[layer], self.all_scales.values[layer]) for layer in self._group_of}
+
+    @property
+    def identity(self) -> str:
+        """What stored bytes mean, for files that outlive this object: the kind, and a digest of the scales."""
+        own = "token_head" if self.own_scales else self.all_scales.identity() if self.all_scales else "1"
+        return f"{self.kind} scales {own}"
 
     def group_of(self, layer: int) -> LayerGroup:
         """The group a layer belongs to, its sizes filled in."""
@@ -160,6 +204,8 @@ class PagedKVCache:
         found = {}
         for layer in self.group(group).layers:
             found[f"{layer}.key"], found[f"{layer}.value"] = self._keys[layer], self._values[layer]
+            if self.own_scales:
+                found[f"{layer}.key_scale"], found[f"{layer}.value_scale"] = self._scales[layer]
         return found
 
     def on_host(self, num_blocks: int | Mapping[str, int]) -> PagedKVCache:
@@ -171,6 +217,8 @@ class PagedKVCache:
             dtype=self.dtype,
             layout=self.layout,
             pin_memory=self.device.type == "cuda",
+            kv_cache_dtype=self.kind if self.kind in QUANTISED else "auto",
+            scales="token_head" if self.own_scales else self.all_scales,
         )
 
     def run_copies(self, copies: Iterable[tuple[str, int, int]]) -> None:
@@ -192,6 +240,14 @@ class PagedKVCache:
         else:
             tensor = lazy_zeros(shape, self.dtype, self.device)  # type: ignore[arg-type]
         return tensor if nhd else tensor.transpose(1, 2)
+
+    def _allocate_scales(self, g: LayerGroup) -> tuple[Tensor, Tensor]:
+        """Scales of tokens and heads, ``[NB, BS, Hkv]`` float32 for K and for V."""
+        assert g.num_kv_heads is not None
+        shape = (self.num_blocks[g.name], self.block_size, g.num_kv_heads)
+        if self.pin_memory:
+            return tuple(torch.zeros(shape, pin_memory=True) for _ in "kv")  # type: ignore[return-value]
+        return tuple(lazy_zeros(shape, torch.float32, self.device) for _ in "kv")  # type: ignore[return-value]
 
     def _known(self, layer: int) -> int:
         if layer not in self._group_of:

@@ -55,6 +55,15 @@ def generate(
         str, typer.Option(help="When blocks run out: recompute, or swap (wait in host memory).")
     ] = "recompute",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="What the cache stores: auto (as the model), fp8_e4m3, fp8_e5m2 or int8.")
+    ] = "auto",
+    kv_scales: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a quantised cache: a file of calibrated scales, or token_head. Default: 1, int8 token_head."
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu, triton, hopper or reference.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")] = False,
@@ -89,6 +98,8 @@ def generate(
                 max_length=max_length,
                 prefix_cache=prefix_cache,
                 preemption=preemption,  # type: ignore[arg-type]  # checked by the engine
+                kv_cache_dtype=kv_cache_dtype,
+                kv_scales=kv_scales,
                 backend=backend,
             )
         with llm:

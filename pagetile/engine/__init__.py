@@ -3,6 +3,7 @@
 Source of the whole: vLLM's engine, in a few small rooms.
 """
 
+from pagetile.engine.calibrate import calibrate
 from pagetile.engine.engine import Engine
 from pagetile.engine.llm import LLM
 from pagetile.engine.loader import ModelNotFoundError, default_model
@@ -31,5 +32,6 @@ __all__ = [
     "SamplingParams",
     "TokenLogprobs",
     "UnsupportedModelError",
+    "calibrate",
     "default_model",
 ]

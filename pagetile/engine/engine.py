@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pagetile.cache.defragment import Moves, defragment
+from pagetile.cache.scales import CacheScales, rescale, used_blocks
 from pagetile.cache.sequences import SequenceTable
 from pagetile.cache.store import Loaded, load_prefixes, save_prefixes
+from pagetile.contracts.dtypes import QUANTISED
 from pagetile.contracts.errors import ArgumentError
 from pagetile.engine import attention
 from pagetile.engine.detokenize import TextStream
@@ -165,6 +167,17 @@ class Engine:
         """
         return load_prefixes(self.table, self.cache, path, identity=self._identity())
 
+    def rescale(self, scales: CacheScales) -> None:
+        """Store everything in use under other scales, in place; see :func:`pagetile.cache.rescale`.
+
+        Raises:
+            ArgumentError: the cache is not quantised, each token has its own scale, or the scales are for another
+                cache. Nothing has changed then.
+        """
+        rescale(self.cache, scales, {name: used_blocks(pool) for name, pool in self.table.pools.items()})
+        if self.host is not None:
+            rescale(self.host.cache, scales, {name: used_blocks(pool) for name, pool in self.host.pools.items()})
+
     def defragment(self) -> Moves:
         """Move the blocks in use to the lowest ids, see :func:`pagetile.cache.defragment`."""
         return defragment(self.table, self.cache)
@@ -302,7 +315,8 @@ class Engine:
             sample.finish_reason, sample.stop_reason = "stop", stop
 
     def _identity(self) -> str:
-        return weights_identity(self._require_open().model)
+        identity = weights_identity(self._require_open().model)
+        return f"{identity}, {self.cache.identity}" if self.cache.kind in QUANTISED else identity
 
     def _text(self, request: Request) -> TextStream | None:
         if self.tokenizer is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from pagetile.cache.scales import CacheScales
 from pagetile.cache.store import Loaded
 from pagetile.contracts.errors import ArgumentError
 from pagetile.engine.engine import Engine
@@ -44,7 +45,8 @@ class LLM:
         device: None is where the model is, or the CPU.
         gguf_file: name of a GGUF file inside the folder.
         block_size, num_blocks, memory, max_batch_tokens, max_num_seqs, max_length, prefix_cache, preemption,
-            host_blocks, backend, batch_invariant: see :class:`pagetile.engine.sizing.EngineConfig`.
+            host_blocks, kv_cache_dtype, kv_scales, backend, batch_invariant: see
+            :class:`pagetile.engine.sizing.EngineConfig`.
 
     Raises:
         ModelNotFoundError: there is no model where the caller said.
@@ -69,6 +71,8 @@ class LLM:
         prefix_cache: bool = True,
         preemption: Literal["recompute", "swap"] = "recompute",
         host_blocks: int | None = None,
+        kv_cache_dtype: str = "auto",
+        kv_scales: CacheScales | str | os.PathLike | None = None,
         backend: str = "auto",
         batch_invariant: bool = False,
     ) -> None:
@@ -82,6 +86,8 @@ class LLM:
             prefix_cache=prefix_cache,
             preemption=preemption,
             host_blocks=host_blocks,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_scales=kv_scales,
             backend=backend,
             batch_invariant=batch_invariant,
         )

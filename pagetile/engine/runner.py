@@ -52,6 +52,10 @@ class Kernels:
     batch_invariant: bool = False
 
 
+Watch = Callable[[int, Tensor, Tensor], None]
+"""``(layer, keys, values)``."""
+
+
 class PagedStep:
     """The attention of all layers for one step: store the new keys and values, attend over the blocks.
 
@@ -65,11 +69,13 @@ class PagedStep:
         cache: PagedKVCache,
         metadata: Mapping[str, AttentionMetadata],
         kernels: Kernels,
+        watch: Watch | None = None,
     ) -> None:
         self.layers = layers
         self.cache = cache
         self.metadata = metadata
         self.kernels = kernels
+        self.watch = watch
         self.calls = 0
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, options: dict) -> Tensor:
@@ -78,9 +84,7 @@ class PagedStep:
         layer = self.layers[index]
         batch = self.metadata[self.cache.group_of(index).name]
         keys, values = self.cache.key(index), self.cache.value(index)
-        ops.reshape_and_cache_flash(
-            _rows(key), _rows(value), keys, values, batch.slot_mapping, backend=self.kernels.backend
-        )
+        k_scale, v_scale = self._store(index, _rows(key), _rows(value), batch.slot_mapping)
         sinks = options.get("s_aux")
         out = ops.flash_attn_varlen_func(
             _rows(query),
@@ -95,12 +99,29 @@ class PagedStep:
             window_size=layer.window,
             softcap=layer.softcap,
             block_table=batch.block_table,
+            k_descale=k_scale,
+            v_descale=v_scale,
             s_aux=None if sinks is None else sinks.detach().float(),
             backend=self.kernels.backend,
             batch_invariant=self.kernels.batch_invariant,
         )
         self.calls += 1
         return cast(Tensor, out)[None]
+
+    def _store(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Write the new tokens' keys and values; the scales to read them with."""
+        if self.watch is not None:
+            self.watch(layer, key, value)
+        cache, backend = self.cache, self.kernels.backend
+        k_scale, v_scale = cache.scales(layer)
+        where = (key, value, cache.key(layer), cache.value(layer), slots)
+        if cache.own_scales:
+            assert k_scale is not None
+            assert v_scale is not None
+            ops.reshape_and_cache_flash_per_token_head(*where, cache.kind, k_scale, v_scale, backend=backend)
+        else:
+            ops.reshape_and_cache_flash(*where, "auto", k_scale, v_scale, backend=backend)
+        return k_scale, v_scale
 
     def mask(self, _rule: Callable | None, _options: dict) -> None:
         """No mask tensor: the metadata says what is visible."""
@@ -124,6 +145,9 @@ class ModelRunner:
         model: a Transformers decoder.
         spec: what :func:`pagetile.engine.probe.inspect_model` found.
         cache: keys and values of the model's layers.
+
+    Attributes:
+        watch: called with each layer's new keys and values ``[T, Hkv, D]`` before they are stored, or None.
     """
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec, cache: PagedKVCache, kernels: Kernels) -> None:
@@ -133,6 +157,7 @@ class ModelRunner:
         self.kernels = kernels
         self.layers = {layer.index: layer for layer in spec.layers}
         self.device = device_of(model)
+        self.watch: Watch | None = None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, rows: Sequence[int]) -> Tensor:
@@ -142,7 +167,7 @@ class ModelRunner:
             RuntimeError: a layer did not attend over the cache, so the logits would be wrong.
         """
         wanted = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        step = PagedStep(self.layers, self.cache, batch.metadata, self.kernels)
+        step = PagedStep(self.layers, self.cache, batch.metadata, self.kernels, self.watch)
         extra = {"logits_to_keep": wanted} if self.spec.keeps_rows else {}
         with engaged(self.model), attending(step):
             output = self.model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -9,11 +10,14 @@ from pagetile.cache.groups import CacheGeometry
 from pagetile.cache.kv import PagedKVCache
 from pagetile.cache.memory import budget
 from pagetile.cache.offload import HostBlocks
+from pagetile.cache.scales import CacheScales
 from pagetile.cache.sequences import SequenceTable
+from pagetile.contracts.dtypes import KV_CACHE_DTYPES, QUANTISED
 from pagetile.contracts.errors import ArgumentError
 from pagetile.contracts.geometry import blocks_for
 from pagetile.engine.probe import ModelSpec
 from pagetile.engine.runner import device_of, layer_groups
+from pagetile.reference.quantise import STORED_AS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +39,11 @@ class EngineConfig:
         preemption: what becomes of a sequence that must give its blocks to an older one: ``"recompute"`` computes it
             again, ``"swap"`` keeps its blocks in host memory while it waits, as long as there is room.
         host_blocks: for ``"swap"``: blocks of every group in host memory; None is as many as the cache has.
+        kv_cache_dtype: what the cache stores: ``"auto"`` (the dtype of the model's keys), ``"fp8"`` (= ``"fp8_e4m3"``),
+            ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"int8"``.
+        kv_scales: of a quantised cache: scales from a calibration, the path of a file of them (or of its folder), or
+            ``"token_head"``: each token and head gets its own. None is 1 everywhere for fp8, and ``"token_head"`` for
+            int8, which with a scale of 1 would round most keys and values to 0.
         backend: of the ops, ``"auto"``, ``"cpu"``, ``"reference"``, ...
         batch_invariant: the attention of a row does not depend, bit for bit, on the rest of the batch. The model's
             matrix products are torch's and may still differ in the last bit.
@@ -49,6 +58,8 @@ class EngineConfig:
     prefix_cache: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
     host_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
+    kv_scales: CacheScales | str | os.PathLike | None = None
     backend: str = "auto"
     batch_invariant: bool = False
 
@@ -79,10 +90,17 @@ def make_cache(model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, ma
         ArgumentError: sizes below 1, a memory that holds no block, or both ``num_blocks`` and ``memory``.
     """
     groups = layer_groups(spec.layers)
-    dtype, device = spec.layers[0].dtype, device_of(model)
+    device = device_of(model)
+    dtype = STORED_AS.get("fp8_e4m3" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype, spec.layers[0].dtype)
+    scales = cache_scales(config)
     num_blocks: int | dict[str, int]
     if config.num_blocks == "auto":
-        geometry = CacheGeometry.of(groups, block_size=config.block_size, itemsize=dtype.itemsize)
+        geometry = CacheGeometry.of(
+            groups,
+            block_size=config.block_size,
+            itemsize=dtype.itemsize,
+            scale_bytes=8 if scales == "token_head" else 0,
+        )
         fitting = geometry.plan(budget(config.memory, device))
         useful = config.max_num_seqs * blocks_for(max_length, config.block_size)
         num_blocks = {name: min(count, useful) for name, count in fitting.items()}
@@ -92,7 +110,41 @@ def make_cache(model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, ma
         )
     else:
         num_blocks = config.num_blocks
-    return PagedKVCache(groups=groups, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device)
+    return PagedKVCache(
+        groups=groups,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        dtype=dtype,
+        device=device,
+        kv_cache_dtype=config.kv_cache_dtype,
+        scales=scales,
+    )
+
+
+def cache_scales(config: EngineConfig) -> CacheScales | Literal["token_head"] | None:
+    """The scales that a configuration names, read from their file where it is a path.
+
+    Raises:
+        ArgumentError: an unknown ``kv_cache_dtype``, scales without a quantised cache, or a file that is not there or
+            is for another kind.
+    """
+    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ArgumentError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}"
+        )
+    kind = "fp8_e4m3" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype
+    if config.kv_scales is None:
+        return "token_head" if kind == "int8" else None
+    if kind not in QUANTISED:
+        raise ArgumentError(
+            f"kv_scales are given, but kv_cache_dtype is {config.kv_cache_dtype!r}; scales go with one of "
+            f"{', '.join(QUANTISED)}"
+        )
+    if config.kv_scales == "token_head":
+        return "token_head"
+    if isinstance(config.kv_scales, CacheScales):
+        return config.kv_scales
+    return CacheScales.load(config.kv_scales, kind)
 
 
 def make_host(table: SequenceTable, cache: PagedKVCache, config: EngineConfig) -> HostBlocks | None:
