@@ -71,10 +71,8 @@ class HopperBackend:
 
     def why_not(self, problem: Problem) -> list[str]:
         """Every reason why this backend cannot take ``problem``; looks at files and versions, compiles nothing."""
-        reasons = list(available.machine_reasons())
-        if problem.device != "cuda":
-            reasons.append(f"the tensors are on {problem.device}; these kernels run on cuda")
-        return reasons + problem_reasons(problem)
+        elsewhere = [f"the tensors are on {problem.device}, and hopper takes cuda"] if problem.device != "cuda" else []
+        return [*elsewhere, *available.machine_reasons(), *problem_reasons(problem)]
 
     def plan(self, problem: AttendProblem, device: int = 0) -> tuning.AttendPlan:
         """What a problem would launch, with reasons; printable."""
@@ -153,8 +151,9 @@ class HopperBackend:
         lse, table, slopes = call.lse, call.block_table, call.alibi_slopes
         name = (
             id(call.problem), call.out.stride(), None if lse is None else lse.stride(), call.k.shape[0],
-            None if table is None else (table.stride(0), table.shape[1]), call.scale, call.window, call.softcap,
-            None if slopes is None else slopes.stride(), call.sinks is None, call.key_starts is None, call.q.device,
+            None if table is None else (table.stride(0), table.shape[1], table.dtype), call.scale, call.window,
+            call.softcap, None if slopes is None else slopes.stride(), call.sinks is None, call.key_starts is None,
+            call.q.device,
         )  # fmt: skip
         found = self._kept.get(name)
         if found is None:

@@ -18,8 +18,6 @@ from pagetile.backends.protocol import AttendCall
 LOG2E = 1.4426950408889634
 FAR = 1 << 29
 """A window side longer than any sequence that fits in memory; keeps position arithmetic inside 31 bits."""
-CONSUMER_REGS, LOADER_REGS = 240, 24
-"""Of a thread in the prefill kernel: what two computing warpgroups and one of loaders make of 65536."""
 
 
 class AttendLaunches:
@@ -28,7 +26,7 @@ class AttendLaunches:
     def __init__(self, call: AttendCall, plan: AttendPlan) -> None:
         self.problem = call.problem  # held, since the key of what is kept names it by identity
         self.plan = plan
-        both = plan.decode is not None and plan.prefill is not None
+        both = plan.together and plan.decode is not None and plan.prefill is not None
         self.decode = _decode_launch(call, plan.decode, both) if plan.decode else None
         self.prefill = _prefill_launch(call, plan.prefill, both) if plan.prefill else None
         self.num_counters = 4 + call.problem.num_seqs * call.problem.num_kv_heads
@@ -122,8 +120,8 @@ def _prefill_launch(call: AttendCall, plan: PrefillPlan, after: bool) -> Launch:
         **_features(call),
         "TAKE_TURNS": plan.turns,
         "AFTER": after,
-        "CONSUMER_REGS": CONSUMER_REGS,
-        "WORKER_REGS": LOADER_REGS,
+        "CONSUMER_REGS": plan.registers,
+        "WORKER_REGS": plan.worker_registers,
     }
     options: dict[str, Any] = {"num_warps": 4} | ({"launch_pdl": True} if after else {})
     boxes, scalars = _boxes(call, plan, plan.tokens), _scalars(call, num_items, plan.min_q)

@@ -41,6 +41,7 @@ class PrefillPlan:
         turns: the two warpgroups take turns at the tensor cores.
         min_q: longest query of a sequence that is left to the decode kernel.
         programs: of the grid, at most.
+        registers, worker_registers: of a thread that computes, and of one that loads.
     """
 
     packed: int
@@ -53,6 +54,8 @@ class PrefillPlan:
     turns: bool
     min_q: int
     programs: int
+    registers: int
+    worker_registers: int
 
     @property
     def tokens(self) -> int:
@@ -124,10 +127,14 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class AttendPlan:
-    """What one attention launches, and the reasons. Both kernels: each takes the sequences of its query lengths."""
+    """What one attention launches, and the reasons. Both kernels: each takes the sequences of its query lengths.
+
+    ``together``: of both, prefill starts while decode still runs; else when it has ended.
+    """
 
     prefill: PrefillPlan | None = None
     decode: DecodePlan | None = None
+    together: bool = True
     reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -167,7 +174,7 @@ def plan_attend(problem: AttendProblem, device: DeviceFacts) -> AttendPlan:
         f"decode gets {decode.programs} of {device.processors} multiprocessors, prefill the others at the same time "
         "and all of them afterwards",
     )
-    return AttendPlan(_plan_prefill(problem, device, short_q), decode, reasons)
+    return AttendPlan(_plan_prefill(problem, device, short_q), decode, reasons=reasons)
 
 
 def _sizes(problem: AttendProblem) -> tuple[int, int]:
@@ -184,7 +191,14 @@ def _plan_prefill(problem: AttendProblem, device: DeviceFacts, min_q: int) -> Pr
     a_head = max(1, problem.max_k_len) * (problem.head_size + problem.head_size_v) * ITEM_BYTES
     section = max(1, min(problem.num_kv_heads, L2_BYTES // a_head))
     packed = power_of_two(problem.group)
-    return PrefillPlan(packed, d, dv, keys, stages, queries, section, False, min_q, device.processors)
+    registers, loaders = PREFILL_REGISTERS[d]
+    return PrefillPlan(
+        packed, d, dv, keys, stages, queries, section, False, min_q, device.processors, registers, loaders
+    )
+
+
+PREFILL_REGISTERS = {64: (224, 56), 128: (240, 24), 256: (232, 40)}
+"""Of a thread of the two computing warpgroups and of the one that loads, by head size: 65536 in all, no spills."""
 
 
 def _plan_decode(problem: AttendProblem, device: DeviceFacts, max_q: int, shared: bool) -> DecodePlan:
