@@ -25,16 +25,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-import torch
-
 from pagetile.cache.groups import per_group
-from pagetile.cache.kv import PagedKVCache, raw_elements
+from pagetile.cache.kv import PagedKVCache
 from pagetile.cache.pool import BlockPool
 from pagetile.cache.prefix import Prefix
 from pagetile.cache.sequence import Sequence
 from pagetile.cache.sequences import SequenceTable
 from pagetile.contracts.errors import ArgumentError, OutOfBlocksError
 from pagetile.contracts.geometry import blocks_for
+from pagetile.ops.blocks import swap_blocks
 
 
 class Transfer(NamedTuple):
@@ -263,9 +262,6 @@ def _by_group(transfers: Iterable[Transfer]) -> dict[str, list[tuple[int, int]]]
 
 
 def _copy(src: PagedKVCache, dst: PagedKVCache, group: str, pairs: list[tuple[int, int]]) -> None:
-    sources = torch.tensor([pair[0] for pair in pairs], dtype=torch.int64, device=src.device)
-    targets = torch.tensor([pair[1] for pair in pairs], dtype=torch.int64, device=dst.device)
     into = dst.block_tensors(group)
-    for name, tensor in src.block_tensors(group).items():
-        content = raw_elements(tensor).index_select(0, sources).to(dst.device)
-        raw_elements(into[name]).index_copy_(0, targets, content)
+    content = src.block_tensors(group)
+    swap_blocks(list(content.values()), [into[name] for name in content], pairs)
