@@ -12,8 +12,17 @@ from torch import Tensor
 from pagetile.backends.deferred import error_word, raise_deferred
 from pagetile.backends.protocol import AttendCall, MergeCall, WriteCall
 from pagetile.backends.triton import available, tuning
+from pagetile.backends.verbs import CopyCall, FusedWriteCall, GatherCall
 from pagetile.contracts.dtypes import FLOATING, QUANTISED
-from pagetile.contracts.problem import AttendProblem, MergeProblem, Problem, WriteProblem
+from pagetile.contracts.problem import (
+    AttendProblem,
+    CopyProblem,
+    FusedWriteProblem,
+    GatherProblem,
+    MergeProblem,
+    Problem,
+    WriteProblem,
+)
 
 if TYPE_CHECKING:
     from pagetile.backends.triton.calls import AttendLaunches, Kept
@@ -43,6 +52,19 @@ def _is_empty(call: AttendCall) -> bool:
     return not sized or call.query_start_loc.shape[0] < 2
 
 
+def _other_reasons(problem: Problem, write: WriteProblem | AttendProblem | GatherProblem) -> list[str]:
+    """Why a gather, a fused write or an x-packed cache cannot be taken."""
+    reasons = []
+    most = 256 if isinstance(problem, AttendProblem) else MAX_HEAD_SIZE
+    if write.kind not in (*QUANTISED, write.dtype):
+        reasons.append(f"a cache of {write.kind} with rows of {write.dtype}: both must have one dtype")
+    if isinstance(problem, AttendProblem) and problem.scale == "token_head":
+        reasons.append("an x-packed cache has no scales of tokens and heads in Triton; pass one a tensor or head")
+    if max(write.head_size, write.head_size_v) > most:
+        reasons.append(f"head sizes up to {most} are possible, got {write.head_size}/{write.head_size_v}")
+    return reasons
+
+
 class TritonBackend:
     """Portable GPU kernels. Runs on CUDA tensors, or on CPU tensors under ``TRITON_INTERPRET=1``."""
 
@@ -57,14 +79,17 @@ class TritonBackend:
         if reasons and "triton cannot be imported" in reasons[0]:
             return reasons
         reasons += available.device_reasons(problem.device)
+        if isinstance(problem, CopyProblem):
+            return reasons
         if problem.dtype not in FLOATING:
             reasons.append(f"{problem.dtype} is not one of {', '.join(FLOATING)}")
         elif not isinstance(problem, WriteProblem) and problem.dtype == "bfloat16" and problem.device == "cpu":
             reasons.append("Triton's interpreter computes with bfloat16 as if it were integers")
         if isinstance(problem, MergeProblem):
             return reasons
-        if problem.layout == "xpacked":
-            reasons.append("the x-packed layout is not implemented for Triton; the caches must be [NB, BS, Hkv, D]")
+        write = problem.write if isinstance(problem, FusedWriteProblem) else problem
+        if isinstance(problem, GatherProblem | FusedWriteProblem) or write.layout == "xpacked":
+            return reasons + _other_reasons(problem, write)
         if problem.kind in QUANTISED:
             if isinstance(problem, AttendProblem) and problem.layout == "ragged" and problem.scale == "token_head":
                 reasons.append("ragged keys have no scales of their own; pass a paged cache")
@@ -90,6 +115,13 @@ class TritonBackend:
         """Store keys and values at their slots; negative slots are skipped, slots past the cache too (and reported)."""
         slots = call.slot_mapping
         if not slots.shape[0] or not call.key.shape[1]:
+            return
+        if call.problem.layout == "xpacked":
+            from pagetile.backends.triton.legacy_write import write_packed_launch, write_packed_tensors
+
+            device, error = call.key.device, error_word(call.key.device)
+            launch = write_packed_launch(call, device_facts(device.index or 0).fp8)
+            self._on(device, launch, *write_packed_tensors(call, error))
             return
         key, value, key_cache, value_cache = call.key, call.value, call.key_cache, call.value_cache
         name = (
@@ -120,7 +152,13 @@ class TritonBackend:
         """What a write like this one launches, as a function of its five tensors."""
         slots = call.slot_mapping
         quantised = call.problem.kind not in FLOATING
-        if quantised or not slots.shape[0] or not call.key.shape[1] or slots.stride(0) != 1:
+        if (
+            call.problem.layout == "xpacked"
+            or quantised
+            or not slots.shape[0]
+            or not call.key.shape[1]
+            or slots.stride(0) != 1
+        ):
             return None
         from pagetile.backends.triton.calls import write_launch
 
@@ -142,6 +180,13 @@ class TritonBackend:
         """Fill ``out`` (and ``lse``): one state over the keys each query sees."""
         if _is_empty(call):
             return
+        if call.problem.layout == "xpacked":
+            from pagetile.backends.triton.legacy_calls import attend_packed
+
+            device = call.q.device
+            facts = device_facts(device.index or 0)
+            attend_packed(call, facts, facts.fp8, error_word(device), self._on)
+            return
         q = call.q
         launches = self._launches(call)
         index = q.device.index or 0
@@ -154,14 +199,14 @@ class TritonBackend:
 
     def attend_again(self, call: AttendCall) -> Callable[..., None] | None:
         """What an attention over a paged cache like this one launches, as a function of its tensors."""
-        if _is_empty(call) or call.problem.kind not in FLOATING:
+        if _is_empty(call) or call.problem.kind not in FLOATING or call.problem.layout == "xpacked":
             return None
         index, error = call.q.device.index or 0, error_word(call.q.device)
         return self._on_device(call.q.device, functools.partial(self._launches(call).run, index, error))
 
     def workspace_bytes(self, call: AttendCall) -> int:
         """Bytes of ``workspace`` that an attention uses, by shapes and bounds alone."""
-        if _is_empty(call):
+        if _is_empty(call) or call.problem.layout == "xpacked":
             return 0
         partials = self._launches(call).partials
         return 4 * partials[2] if partials else 0
@@ -233,6 +278,32 @@ class TritonBackend:
             where = slots if positions is None else positions
             self._on(slots.device, launch, slots, where, query_start_loc, seq_lens, block_table)
         return slots
+
+    def gather(self, call: GatherCall) -> None:
+        """Copy tokens out of the caches; see :mod:`pagetile.backends.triton.gather`."""
+        if not call.slots.shape[0] or not call.key.shape[1]:
+            return
+        from pagetile.backends.triton.gather import gather_launch, gather_tensors
+
+        device = call.key.device
+        launch = gather_launch(call, device_facts(device.index or 0).fp8)
+        self._on(device, launch, *gather_tensors(call, error_word(device)))
+
+    def copy_blocks(self, call: CopyCall) -> None:
+        """Copy blocks; see :mod:`pagetile.backends.triton.blocks`."""
+        from pagetile.backends.triton.blocks import copy_blocks
+
+        copy_blocks(call, self._on)
+
+    def fused_write(self, call: FusedWriteCall) -> None:
+        """Normalise, rotate and store; see :mod:`pagetile.backends.triton.fused`."""
+        if not call.query.shape[0]:
+            return
+        from pagetile.backends.triton.fused import fused_launch, fused_tensors
+
+        device = call.query.device
+        launch = fused_launch(call, device_facts(device.index or 0).fp8)
+        self._on(device, launch, *fused_tensors(call, error_word(device)))
 
     def check(self, call: WriteCall | AttendCall) -> None:
         """``validate=True``: look at every slot or needed block id with a kernel and one synchronisation.

@@ -42,7 +42,7 @@ def check_call(call: WriteCall | AttendCall, run: Callable[..., None]) -> None:
 
 def _check_slots(call: WriteCall, first: Tensor, run: Callable[..., None]) -> None:
     slots = call.slot_mapping.contiguous()
-    num_blocks, block_size = call.key_cache.shape[:2]
+    num_blocks, block_size = call.key_cache.shape[0], call.problem.block_size
     if not slots.shape[0]:
         return
     scalars = (slots.shape[0], num_blocks * block_size)
@@ -62,7 +62,7 @@ def _check_blocks(call: AttendCall, first: Tensor, run: Callable[..., None]) -> 
     assert lens is not None
     if not table.shape[0]:
         return
-    num_blocks, block_size = call.k.shape[:2]
+    num_blocks, block_size = call.k.shape[0], call.problem.block_size
     scalars = (table.stride(0), table.shape[1], num_blocks, block_size)
     constants = {"LOG2_BLOCK": log2_block(block_size), "SCAN": 256}
     run(
