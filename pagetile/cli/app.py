@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pagetile.cli.bench.command import bench
 from pagetile.cli.doctor import doctor
 from pagetile.cli.generate import generate
 from pagetile.cli.warmup import warmup
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(doctor)
+app.command()(bench)
 app.command()(warmup)
 register_windows(app)
 
