@@ -215,10 +215,12 @@ def _tile_constants(tile: Tile, group: int) -> dict[str, int]:
 
 
 def _attend_constants(call: AttendCall, tile: Tile, fp8: bool, edges: bool = True) -> dict[str, Any]:
+    # The exact treatment of NaN at the edges needs registers; so do scales of tokens.
+    edge = 16 if sum(tile.dv) > 128 or call.problem.scale == "token_head" else 32
     return {
         **_tile_constants(tile, call.problem.group),
         "TILE": tile.keys,
-        **({"EDGE": min(tile.keys, 32 if sum(tile.dv) <= 128 else 16)} if edges else {}),
+        **({"EDGE": min(tile.keys, edge)} if edges else {}),
         "STAGES": tile.stages if copies_aligned(call) else 1,
         **({"PAGES": _scalar_pages(call, tile)} if edges else {}),
         "KIND": KINDS.get(call.problem.kind, 0),
