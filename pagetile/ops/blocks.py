@@ -51,7 +51,7 @@ def copy_blocks(
         key_caches, value_caches: a tensor for each layer, the first axis the block (``NB`` in all of them), any other
             axes and strides: ``[NB, BS, Hkv, D]`` or x-packed. All on one device; none shares memory with another.
         block_mapping: (source, destination) pairs, int64 or int32 ``[pairs, 2]`` or a list of pairs. It belongs on the
-            host: a tensor on a device costs one synchronisation, and is refused while a CUDA graph is captured.
+            host: a tensor on a device costs one synchronisation.
         backend: ``auto``, the name of one backend, or a backend object.
         validate: every index is always looked at, on the host; its own value is, too.
 
@@ -60,7 +60,8 @@ def copy_blocks(
     Raises:
         ShapeError, DTypeError, DeviceError, ArgumentError: tensors or pairs that do not agree.
         BlockTableError: an index outside the caches. Nothing has been written.
-        UnsupportedError: a cache requires grad, or the mapping is on a device under capture.
+        UnsupportedError: a cache requires grad, or a CUDA graph is being captured (a captured copy between a GPU and
+            the host is right, given the mapping on the host).
         BackendError: the backend cannot take the problem; ``.reasons`` says why.
     """
     named = [
@@ -191,6 +192,11 @@ def _run(
     block = caches[0][0] if caches[0].shape[0] else caches[0]
     if not block.numel():
         return
+    if block.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "copies of blocks cannot be captured in a CUDA graph: their list is on the host, and a replayed graph "
+            "would read memory that has been given back; copy before or after the graph"
+        )
     problem = CopyProblem(caches[0].device.type, len(caches), block.numel() * block.element_size())
     chosen = select(problem, backend)
     tables = [torch.tensor(level, dtype=torch.int64) for level in levels]

@@ -35,6 +35,38 @@ PASS_BYTES = 32 << 20
 """Partition states that one pass leaves before they are added."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """Cut of one attention over an x-packed cache.
+
+    Attributes:
+        parts: partitions a row, by the bound of the lengths (or by the buffers that are to be filled).
+        rows: query rows a pass.
+        threads: that take part.
+    """
+
+    parts: int
+    rows: int
+    threads: int
+
+    def __str__(self) -> str:
+        return (
+            f"x-packed: a task a token, KV head and partition of {PARTITION_KEYS} keys, {self.parts} partitions a row; "
+            f"{self.rows} rows a pass, whose states fill at most {PASS_BYTES >> 20} MiB; {self.threads} threads"
+        )
+
+
+def plan_for(call: AttendCall, parts: int = 0) -> PackedPlan:
+    """The plan that :func:`attend_xpacked` follows; ``parts`` where the longest row is known."""
+    problem, threads = call.problem, available_threads()
+    if isinstance(call, PartitionedCall):
+        assert call.exp_sums is not None
+        return PackedPlan(call.exp_sums.shape[2], problem.num_tokens, threads)
+    parts = parts or max(1, -(-problem.max_k_len // PARTITION_KEYS))
+    state = 4 * max(1, problem.num_q_heads) * parts * (problem.head_size_v + 2)
+    return PackedPlan(parts, max(1, min(problem.num_tokens, PASS_BYTES // state)), threads)
+
+
 @dataclass(slots=True)
 class _Rows:
     """Of each query row, int64: its sequence, position and visible keys ``[low, high)``."""
@@ -63,27 +95,22 @@ def attend_xpacked(call: AttendCall) -> None:
         return
     block = Block(K.SLOTS)
     kept = _put_tensors(block, call, rows)
-    threads = available_threads()
-    kept.append(_put_scratch(block, call, threads))
-    heads, size_v = call.q.shape[1], call.problem.head_size_v
+    plan = plan_for(call, max(1, rows.partitions))
+    kept.append(_put_scratch(block, call, plan.threads))
     if isinstance(call, PartitionedCall):
         states = (call.exp_sums, call.max_logits, call.tmp_out)
-        parts = call.exp_sums.shape[2]
-        at_once = count
     else:
-        parts = max(1, rows.partitions)
-        at_once = max(1, min(count, PASS_BYTES // (4 * heads * parts * (size_v + 2))))
-        sums, maxima = torch.empty(2, at_once, heads, parts)
-        states = (sums, maxima, torch.empty(at_once, heads, parts, size_v))
+        shape = (plan.rows, call.q.shape[1], plan.parts)
+        states = (torch.empty(shape), torch.empty(shape), torch.empty(*shape, call.problem.head_size_v))
     _put_states(block, states)
-    block[K.PARTS] = parts
+    block[K.PARTS] = plan.parts
     kernel = K.PARTITIONS[call.problem.kind]
-    for first in range(0, count, at_once):
-        here = min(at_once, count - first)
+    for first in range(0, count, plan.rows):
+        here = min(plan.rows, count - first)
         block.put(K.TICKET, 0, 0, first, here)
-        launch(kernel, block.address, min(threads, here * call.problem.num_kv_heads * parts))
+        launch(kernel, block.address, min(plan.threads, here * call.problem.num_kv_heads * plan.parts))
         block.put(K.TICKET, 0, 0)
-        launch(K.ADD, block.address, min(threads, here))
+        launch(K.ADD, block.address, min(plan.threads, here))
     del kept  # alive until here: the block holds only addresses
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,28 @@ CHUNK_BYTES = 1 << 16
 """Bytes of rows a ticket."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWritePlan:
+    """Cut of one write into an x-packed cache: ``chunk`` rows a ticket, ``threads`` that take part."""
+
+    chunk: int
+    threads: int
+
+    def __str__(self) -> str:
+        return (
+            f"x-packed: {self.chunk} rows a ticket (about {CHUNK_BYTES >> 10} KiB, a block at least), {self.threads} "
+            "threads; rows for neighbouring slots are taken together, a head at a time"
+        )
+
+
+def plan_for(call: WriteCall) -> PackedWritePlan:
+    """The plan that :func:`write_xpacked` follows."""
+    problem = call.problem
+    row_bytes = problem.num_kv_heads * (problem.head_size + problem.head_size_v) * call.key.element_size()
+    chunk = max(problem.block_size, CHUNK_BYTES // max(1, row_bytes))
+    return PackedWritePlan(chunk, max(1, min(available_threads(), -(-call.slot_mapping.shape[0] // chunk))))
+
+
 def write_xpacked(call: WriteCall) -> None:
     """Store keys and values at their slots.
 
@@ -29,11 +53,10 @@ def write_xpacked(call: WriteCall) -> None:
     count, each, stored = slots.shape[0], call.key.element_size(), call.key_cache.element_size()
     if not count:
         return
-    row_bytes = problem.num_kv_heads * (problem.head_size + problem.head_size_v) * each
-    chunk = max(problem.block_size, CHUNK_BYTES // max(1, row_bytes))
-    threads = min(available_threads(), -(-count // chunk))
+    plan = plan_for(call)
+    threads = plan.threads
     block = Block(K.SLOTS)
-    block.put(K.CHUNK, chunk, count, slots.data_ptr(), slots.stride(0) * slots.element_size())
+    block.put(K.CHUNK, plan.chunk, count, slots.data_ptr(), slots.stride(0) * slots.element_size())
     block.put(K.SLOTS_WIDE, wide_index("slot_mapping", slots), problem.block_size, problem.num_kv_heads)
     kind = P.KIND_CODES[problem.kind] if problem.kind in QUANTISED else -1
     block.put(K.DTYPE, P.DTYPE_CODES[problem.dtype], kind)

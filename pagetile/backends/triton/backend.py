@@ -26,6 +26,7 @@ from pagetile.contracts.problem import (
 
 if TYPE_CHECKING:
     from pagetile.backends.triton.calls import AttendLaunches, Kept
+    from pagetile.backends.triton.legacy_calls import PackedPlan
 
 MAX_HEAD_SIZE = 576
 
@@ -103,8 +104,18 @@ class TritonBackend:
             )
         return reasons
 
-    def plan(self, problem: Problem, device: int = 0) -> tuning.AttendPlan | tuning.WritePlan | tuple[int, int, int]:
+    def plan(
+        self, problem: Problem, device: int = 0
+    ) -> tuning.AttendPlan | tuning.WritePlan | PackedPlan | tuple[int, int, int]:
         """What a problem would launch, with reasons; printable."""
+        if isinstance(problem, AttendProblem | WriteProblem) and problem.layout == "xpacked":
+            from pagetile.backends.triton.legacy_calls import plan_packed
+            from pagetile.backends.triton.legacy_write import plan_packed_write
+
+            facts = device_facts(device)
+            if isinstance(problem, WriteProblem):
+                return plan_packed_write(problem, facts.fp8)
+            return plan_packed(problem, facts, states=False)
         if isinstance(problem, AttendProblem):
             return tuning.plan_attend(problem, device_facts(device))
         if isinstance(problem, WriteProblem):

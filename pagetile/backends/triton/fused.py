@@ -7,6 +7,7 @@ each source element once and writes each result once.
 """
 
 # The compiler of these kernels decides an `if` on a constant before it looks at the branches: they stay apart.
+# ruff: noqa: SIM108
 
 from __future__ import annotations
 
@@ -99,8 +100,10 @@ def store_head(base, row, x, y, z, keep, D: tl.constexpr, HALF: tl.constexpr, ON
 def stored(x, scale, KIND: tl.constexpr, NATIVE: tl.constexpr, SCALED: tl.constexpr):
     """What a cache holds for rounded rows: they themselves, or bytes."""
     if KIND > 0:
-        return quantise_rows(x, scale, KIND, NATIVE, SCALED)
-    return x
+        found = quantise_rows(x, scale, KIND, NATIVE, SCALED)
+    else:
+        found = x
+    return found
 
 
 @triton.jit
@@ -192,31 +195,31 @@ def fused_kernel(
     lost = tl.where(known, 0.0, float("nan"))[:, None]
     c = load_part(cos, place * cos_row, pair, real & known, 0, HALF) + lost
     s = load_part(sin, place * sin_row, pair, real & known, 0, HALF) + lost
+    dtype: tl.constexpr = key.dtype.element_ty
     if head < Q_HEADS:
-        at = row * query_token + head * query_head
-        x, y, z = turn_head(query, at, real, c, s, q_weight, eps, NORM, D, HALF, PAIRS, REST, ONE, TWO)
-        dtype: tl.constexpr = query_out.dtype.element_ty
+        q_at = row * query_token + head * query_head
+        qx, qy, qz = turn_head(query, q_at, real, c, s, q_weight, eps, NORM, D, HALF, PAIRS, REST, ONE, TWO)
         out = row * out_token + head * out_head
-        store_head(query_out, out, x.to(dtype), y.to(dtype), z.to(dtype), real, D, HALF, ONE, TWO)
+        store_head(query_out, out, qx.to(dtype), qy.to(dtype), qz.to(dtype), real, D, HALF, ONE, TWO)
     else:
-        head -= Q_HEADS
-        at = row * key_token + head * key_head
-        x, y, z = turn_head(key, at, real, c, s, k_weight, eps, NORM, D, HALF, PAIRS, REST, ONE, TWO)
-        dtype: tl.constexpr = key.dtype.element_ty
-        x = x.to(dtype)
-        y = y.to(dtype)
-        z = z.to(dtype)
+        kv_head = head - Q_HEADS
+        at = row * key_token + kv_head * key_head
+        kx, ky, kz = turn_head(key, at, real, c, s, k_weight, eps, NORM, D, HALF, PAIRS, REST, ONE, TWO)
+        x = kx.to(dtype)
+        y = ky.to(dtype)
+        z = kz.to(dtype)
         if KEY_OUT:
-            store_head(key_out, row * key_out_token + head * key_out_head, x, y, z, real, D, HALF, ONE, TWO)
+            store_head(key_out, row * key_out_token + kv_head * key_out_head, x, y, z, real, D, HALF, ONE, TWO)
         element = tl.arange(0, WIDTH)
         wanted = real[:, None] & (element < DV)[None, :]
-        v = tl.load(value + (row * value_token + head * value_head)[:, None] + element[None, :], mask=wanted, other=0.0)
+        v_from = (row * value_token + kv_head * value_head)[:, None] + element[None, :]
+        v = tl.load(value + v_from, mask=wanted, other=0.0)
         slot, keep = load_slots(slots, token, num_rows, num_slots, error)
         block, offset = split_slot(slot, block_size, LOG2_BLOCK, NARROW)
-        k_by = divisor(x, k_scale, k_number, head, ks_head, K_LOADED)
-        v_by = divisor(x, v_scale, v_number, head, vs_head, V_LOADED)
-        k_at = block * k_block + offset * k_token + head * k_head
-        v_at = block * v_block + offset * v_token + head * v_head
+        k_by = divisor(x, k_scale, k_number, kv_head, ks_head, K_LOADED)
+        v_by = divisor(x, v_scale, v_number, kv_head, vs_head, V_LOADED)
+        k_at = block * k_block + offset * k_token + kv_head * k_head
+        v_at = block * v_block + offset * v_token + kv_head * v_head
         store_head(
             key_cache, k_at, stored(x, k_by, KIND, NATIVE, SCALED), stored(y, k_by, KIND, NATIVE, SCALED),
             stored(z, k_by, KIND, NATIVE, SCALED), keep, D, HALF, ONE, TWO,

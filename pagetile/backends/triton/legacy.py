@@ -26,7 +26,6 @@ from pagetile.backends.triton.device import (
     load_rows,
     locate,
     page_ids,
-    page_of_each_key,
     reciprocal,
     report_bad_column,
     tanh,
@@ -42,20 +41,37 @@ PARTITION = tl.constexpr(PARTITION_KEYS)
 
 
 @triton.jit
+def blocks_of_tile(ids, num_blocks, TILE: tl.constexpr, LOG2_BLOCK: tl.constexpr, PAGES: tl.constexpr):
+    """``(block, held)`` of the keys of a tile that starts at a page or lies within one; block 0 if it has none.
+
+    As a division, so that the compiler sees which keys share a block and loads their values together.
+    """
+    page = tl.arange(0, TILE) // (1 << LOG2_BLOCK)
+    block = tl.zeros([TILE], tl.int64) + ids[0]
+    for i in tl.static_range(1, PAGES):
+        block = tl.where(page >= i, ids[i].to(tl.int64), block)
+    held = (block >= 0) & (block < num_blocks)
+    return tl.where(held, block, 0), held
+
+
+@triton.jit
 def find_keys(start, key_lo, key_hi, ids, place, TILE: tl.constexpr, PAGES: tl.constexpr, LOG2_BLOCK: tl.constexpr):
-    """``(position, block, offset, usable)`` of the keys of a tile."""
+    """``(position, block, offset, usable, held)`` of the keys of a tile.
+
+    ``held`` says that a key's memory may be read, wanted or not: whole vectors of neighbours are loaded by it.
+    """
     j = start + tl.arange(0, TILE)
     wanted = (j >= key_lo) & (j < key_hi)
     if PAGES > 0:
-        block, usable = page_of_each_key(ids, place[2], TILE, LOG2_BLOCK, PAGES)
-        usable = usable & wanted
-        # As a remainder of the lane, so that the compiler sees which keys are neighbours.
+        block, held = blocks_of_tile(ids, place[2], TILE, LOG2_BLOCK, PAGES)
+        usable = held & wanted
         offset = (tl.arange(0, TILE) % (1 << LOG2_BLOCK)).to(tl.int64)
         if PAGES == 1:
             offset += start & ((1 << LOG2_BLOCK) - 1)
     else:
         block, offset, usable = locate(j, wanted, place, True, LOG2_BLOCK, False)
-    return j, block, offset, usable
+        held = usable
+    return j, block, offset, usable, held
 
 
 @triton.jit
@@ -83,6 +99,7 @@ def attend_packed_tile(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     GUARD: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Add the keys ``[start, start + TILE)`` to a softmax state ``(peak, total, acc)``, in base 2."""
     peak, total, acc = state
@@ -90,13 +107,18 @@ def attend_packed_tile(
     k_ptr, k_block, k_pack, k_token = keys
     v_ptr, v_block, v_channel = values
     scale, cap = score
-    j, block, offset, usable = find_keys(start, bounds[0], bounds[1], ids, place, TILE, PAGES, LOG2_BLOCK)
+    j, block, offset, usable, held = find_keys(start, bounds[0], bounds[1], ids, place, TILE, PAGES, LOG2_BLOCK)
 
     element = tl.arange(0, D_PAD)
-    in_packs = (element // X).to(tl.int64) * k_pack + element % X
-    k_at = block * k_block + offset * k_token
+    pack = element // X
+    channel = tl.arange(0, DV_PAD)
+    if WIDE:  # packs or channels so far apart that 31 bits do not hold the distance
+        pack = pack.to(tl.int64)
+        channel = channel.to(tl.int64)
+    in_packs = pack * k_pack + element % X
+    k_at = k_ptr + (block * k_block + offset * k_token)
     k = tl.load(
-        k_ptr + k_at[:, None] + in_packs[None, :], mask=usable[:, None] & (element < D)[None, :], other=0
+        k_at[:, None] + in_packs[None, :], mask=usable[:, None] & (element < D)[None, :], other=0
     )  # [keys, elements]
     s = tl.dot(query, tl.trans(decode(k, query, KIND, NATIVE)), input_precision="ieee") * scale  # [rows, keys]
     if SOFTCAP:
@@ -111,12 +133,12 @@ def attend_packed_tile(
     p = tl.math.exp2(s - safe[:, None])
     decay = tl.math.exp2(peak - safe)
     total = total * decay + tl.sum(p, 1)
-    channel = tl.arange(0, DV_PAD)
-    v_at = block * v_block + offset
-    across = channel.to(tl.int64) * v_channel
+    v_at = v_ptr + (block * v_block + offset)
     v = tl.load(
-        v_ptr + v_at[:, None] + across[None, :], mask=usable[:, None] & (channel < DV)[None, :], other=0
+        v_at[:, None] + (channel * v_channel)[None, :], mask=held[:, None] & (channel < DV)[None, :], other=0
     )  # [keys, channels]
+    if PAGES > 0:  # what is not wanted was read along, and may be anything
+        v = tl.where(usable[:, None], v, 0)
     acc = weigh_values(acc * decay[:, None], p, decode(v, query, KIND, NATIVE), seen, GUARD)
     return peak_new, total, acc
 
@@ -194,6 +216,7 @@ def attend_packed_kernel(
     LSE: tl.constexpr,
     KEY_STARTS: tl.constexpr,
     SPLIT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """``SPLIT``: one partition a program, its state to ``sums``, ``maxima``, ``partial``; else ``out`` and ``lse``."""
     kv_head = tl.program_id(1) // HEAD_TILES
@@ -241,7 +264,7 @@ def attend_packed_kernel(
             next_ids = page_ids(at + TILE, hi, place, LOG2_BLOCK, PAGES)
         peak, total, acc = attend_packed_tile(
             at, ids, (peak, total, acc), query, rows, (lo, hi), place, keys, values, (scale, cap), KIND, NATIVE, X, D,
-            D_PAD, DV, DV_PAD, TILE, PAGES, LOG2_BLOCK, SOFTCAP, ALIBI, TOKENS > 1,
+            D_PAD, DV, DV_PAD, TILE, PAGES, LOG2_BLOCK, SOFTCAP, ALIBI, TOKENS > 1, WIDE,
         )  # fmt: skip
         ids = next_ids
     acc = acc * by

@@ -45,6 +45,15 @@ class PackedPlan:
     split: bool
     reasons: tuple[str, ...]
 
+    def __str__(self) -> str:
+        how = (
+            f"a program a partition of {PARTITION_KEYS} keys, then a launch that adds them"
+            if self.split
+            else "one pass"
+        )
+        shape = f"{self.rows} rows ({self.tokens} tokens x {self.heads} heads) x {self.keys} keys, {self.warps} warps"
+        return "\n".join([f"x-packed: {shape}, {how}", *(f"- {reason}" for reason in self.reasons)])
+
 
 def plan_packed(problem: AttendProblem, device: DeviceFacts, states: bool) -> PackedPlan:
     """How an attention over an x-packed cache is cut; ``states``: the partitions' states are wanted."""
@@ -54,19 +63,22 @@ def plan_packed(problem: AttendProblem, device: DeviceFacts, states: bool) -> Pa
     if problem.max_q_len > 1 and not problem.batch_invariant:
         tokens = max(1, min(power_of_two(problem.max_q_len), 64 // heads))
     rows = max(16, power_of_two(tokens * heads))
-    keys = 64 if wide <= 128 and problem.dtype != "float32" else 32
+    # Twice as many keys a step spill registers on an H100 (compiled ahead: 255 registers, 24 bytes).
+    keys = 32 if wide <= 128 and problem.dtype != "float32" else 16
     head_tiles = -(-problem.group // heads)
     programs = problem.num_seqs * problem.num_kv_heads * head_tiles * -(-problem.max_q_len // tokens)
     parts = -(-problem.max_k_len // PARTITION_KEYS)
     size = problem.num_tokens * problem.num_q_heads * parts * (problem.head_size_v + 2) * 4
     if states or problem.batch_invariant:
         split, why = True, "a state for each partition is wanted, or bits that do not depend on the batch"
+    elif problem.num_splits:
+        split, why = problem.num_splits > 1, f"num_splits={problem.num_splits} was asked for"
     elif parts == 1 or size > MAX_PARTIAL_BYTES:
         split, why = False, "one partition" if parts == 1 else f"partition states of {size >> 20} MiB are too large"
     else:
         split = programs < 4 * device.processors
         why = f"{programs} programs for {device.processors} multiprocessors"
-    return PackedPlan(rows, tokens, heads, head_tiles, keys, 2, 4, split, (why,))
+    return PackedPlan(rows, tokens, heads, head_tiles, keys, 2, 8 if rows >= 64 else 4, split, (why,))
 
 
 def attend_packed(call: AttendCall, device: DeviceFacts, native: bool, error: Tensor, on: Callable[..., None]) -> None:
@@ -145,6 +157,7 @@ def _packed_launch(call: AttendCall, plan: PackedPlan, parts: int, native: bool)
         "LSE": call.lse is not None,
         "KEY_STARTS": call.key_starts is not None,
         "SPLIT": plan.split,
+        "WIDE": max(call.k.shape[2] * call.k.stride(2), problem.head_size_v * call.v.stride(2)) >= 2**31,
     }
     tiles = -(-problem.max_q_len // plan.tokens)
     num_seqs = call.query_start_loc.shape[0] - 1

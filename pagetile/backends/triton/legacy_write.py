@@ -20,8 +20,9 @@ from pagetile.backends.triton.fused import divisor, stored
 from pagetile.backends.triton.launch import Launch
 from pagetile.backends.triton.quantised import KINDS
 from pagetile.backends.triton.scales import as_bytes, scale_number, scale_strides
-from pagetile.backends.triton.tuning import power_of_two
+from pagetile.backends.triton.tuning import WritePlan, power_of_two
 from pagetile.backends.triton.write import load_slots, split_slot
+from pagetile.contracts.problem import WriteProblem
 
 
 @triton.jit(do_not_specialize=(*SIZES, "k_number", "v_number"))
@@ -97,13 +98,20 @@ def write_packed_kernel(
     )
 
 
+def plan_packed_write(problem: WriteProblem, fp8: bool = True) -> WritePlan:
+    """A head of so many tokens a program, that a channel's neighbours are stored together."""
+    width = max(16, power_of_two(max(problem.head_size, problem.head_size_v)))
+    rows = max(16, min(64, 8192 // width))
+    why = f"{rows} tokens of one head, so that rows for neighbouring slots fill the sectors of a value channel"
+    return WritePlan(False, rows, width, 4, (why,), fp8)
+
+
 def write_packed_launch(call: WriteCall, native: bool) -> Launch:
     """The launch of one write into an x-packed cache."""
     problem, key, value = call.problem, call.key, call.value
-    num_rows = call.slot_mapping.shape[0]
-    num_slots = call.key_cache.shape[0] * problem.block_size
+    num_rows, plan = call.slot_mapping.shape[0], plan_packed_write(call.problem, native)
+    num_slots, rows = call.key_cache.shape[0] * problem.block_size, plan.rows
     width, width_v = (max(16, power_of_two(n)) for n in (problem.head_size, problem.head_size_v))
-    rows = max(16, min(64, 8192 // max(width, width_v)))
     scalars = (
         *key.stride()[:2], *value.stride()[:2], *call.key_cache.stride()[:4], *call.value_cache.stride()[:3],
         scale_strides(call.k_scale)[2], scale_strides(call.v_scale)[2], num_rows, num_slots, problem.block_size,
@@ -125,7 +133,7 @@ def write_packed_launch(call: WriteCall, native: bool) -> Launch:
         "V_LOADED": isinstance(call.v_scale, Tensor),
     }
     grid = (-(-num_rows // rows), problem.num_kv_heads, 1)
-    return Launch(write_packed_kernel, grid, scalars, constants, num_warps=4)
+    return Launch(write_packed_kernel, grid, scalars, constants, num_warps=plan.warps)
 
 
 def write_packed_tensors(call: WriteCall, error: Tensor) -> tuple[Tensor, ...]:
