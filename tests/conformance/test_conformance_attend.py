@@ -152,9 +152,8 @@ def test_one_hot_query_gives_one_value(subject: Subject, case: AttendCase) -> No
     assert torch.equal(built.call.out.cpu().double(), one_hot_answer(case, built.values))
 
 
-@each_subject()
-def test_nan_stays_in_its_sequence(subject: Subject) -> None:
-    case = AttendCase(seqs=((3, 20), (4, 20), (1, 9)), block_size=4)
+@each_of(AttendCase(seqs=((3, 20), (4, 20), (1, 9)), block_size=4))
+def test_nan_stays_in_its_sequence(subject: Subject, case: AttendCase) -> None:
     clean = attended(subject, case)
     for tensor, value in (("k", torch.nan), ("v", torch.nan), ("v", torch.inf)):
         built = build_attend(case, subject.device)
@@ -168,9 +167,11 @@ def test_nan_stays_in_its_sequence(subject: Subject) -> None:
         assert not out[sees].isfinite().any()
 
 
-@each_subject()
-def test_sequences_may_share_blocks(subject: Subject) -> None:
-    case = AttendCase(seqs=((1, 40), (4, 40)), block_size=8)
+@each_of(
+    AttendCase(seqs=((1, 40), (4, 40)), block_size=8),
+    AttendCase(seqs=((1, 40), (4, 40)), block_size=8, dtype="bfloat16", head_size=64),
+)
+def test_sequences_may_share_blocks(subject: Subject, case: AttendCase) -> None:
     built = build_attend(case, subject.device)
     table = built.call.block_table
     assert table is not None
