@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pagetile import ops
 from pagetile.cache.groups import CacheGeometry, LayerGroup, per_group
 from pagetile.cache.memory import budget, lazy_zeros
 from pagetile.cache.scales import CacheScales, check_scales
@@ -189,15 +190,8 @@ class PagedKVCache:
         Raises:
             BlockTableError: an id outside the group's blocks, or a destination named twice. Nothing has moved then.
         """
-        moves = resolve_copies(pairs, self.num_blocks[self.group(group).name], group)
-        if not moves:
-            return
-        targets = torch.tensor(list(moves), dtype=torch.int64, device=self.device)
-        sources = torch.tensor(list(moves.values()), dtype=torch.int64, device=self.device)
-        for tensor in self.block_tensors(group).values():
-            raw = raw_elements(tensor)
-            # All sources are read before the first destination is written: moves name original contents.
-            raw.index_copy_(0, targets, raw.index_select(0, sources))
+        check_copies(pairs, self.num_blocks[self.group(group).name], group)
+        ops.copy_blocks(list(self.block_tensors(group).values()), [], pairs)
 
     def block_tensors(self, group: str) -> dict[str, Tensor]:
         """Everything that belongs to the blocks of a group, by name; axis 0 of each is the block id."""
@@ -227,7 +221,7 @@ class PagedKVCache:
         for group, src, dst in copies:
             by_group.setdefault(group, []).append((src, dst))
         for group, pairs in by_group.items():  # every index is checked before the first block moves
-            resolve_copies(pairs, self.num_blocks[self.group(group).name], group)
+            check_copies(pairs, self.num_blocks[self.group(group).name], group)
         for group, pairs in by_group.items():
             self.copy_blocks(group, pairs)
 
@@ -278,18 +272,14 @@ def raw_elements(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def resolve_copies(pairs: Sequence[tuple[int, int]], num_blocks: int, group: str) -> dict[int, int]:
-    """Destination -> the block whose original content ends there, after copying pair after pair.
-
-    >>> resolve_copies([(0, 1), (1, 2), (3, 0)], 4, "full")
-    {1: 0, 2: 0, 0: 3}
+def check_copies(pairs: Sequence[tuple[int, int]], num_blocks: int, group: str) -> None:
+    """Refuse pairs that no table asks for.
 
     Raises:
         BlockTableError: an id outside ``[0, num_blocks)``, or a destination named twice.
     """
-    checked = [(int(src), int(dst)) for src, dst in pairs]
     seen: set[int] = set()
-    for at, (src, dst) in enumerate(checked):
+    for at, (src, dst) in enumerate(pairs):
         for what, block in (("source", src), ("destination", dst)):
             if not 0 <= block < num_blocks:
                 raise BlockTableError(
@@ -298,10 +288,6 @@ def resolve_copies(pairs: Sequence[tuple[int, int]], num_blocks: int, group: str
         if dst in seen:
             raise BlockTableError(f"pair {at} writes block {dst} of group {group!r} a second time")
         seen.add(dst)
-    origin: dict[int, int] = {}
-    for src, dst in checked:
-        origin[dst] = origin.get(src, src)
-    return {dst: src for dst, src in origin.items() if dst != src}
 
 
 def _groups(num_layers: int | None, groups: Sequence[LayerGroup] | None) -> Sequence[LayerGroup]:
