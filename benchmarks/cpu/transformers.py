@@ -109,8 +109,8 @@ def batch(model: Any, prompts: list[list[int]], options: argparse.Namespace) -> 
     by_prompt = {tuple(entry.prompt_ids): entry for entry in out.values()}
     entries = [by_prompt[tuple(prompt)] for prompt in prompts]
     started = max(entry.timestamps[0] for entry in entries)
-    later = sorted({stamp for entry in entries for stamp in entry.timestamps if stamp >= started})
-    return [list(entry.generated_tokens) for entry in entries], seconds, median_step(later)
+    gaps = [after - before for entry in entries for before, after in pairwise(entry.timestamps) if before >= started]
+    return [list(entry.generated_tokens) for entry in entries], seconds, statistics.median(gaps)
 
 
 def generate(model: Any, prompts: list[list[int]], options: argparse.Namespace) -> Run:
@@ -133,12 +133,8 @@ def generate(model: Any, prompts: list[list[int]], options: argparse.Namespace) 
         stopping_criteria=[stop],
     )
     seconds = time.perf_counter() - began
-    return out[:, ids.shape[1] :].tolist(), seconds, median_step(stamps)
-
-
-def median_step(stamps: list[float]) -> float:
-    """Seconds from one stamp to the next."""
-    return statistics.median(after - before for before, after in pairwise(stamps))
+    gaps = [after - before for before, after in pairwise(stamps)]
+    return out[:, ids.shape[1] :].tolist(), seconds, statistics.median(gaps)
 
 
 def report(model: Any, prompts: list[list[int]], runs: dict[str, Run]) -> int:

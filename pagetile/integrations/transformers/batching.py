@@ -135,7 +135,7 @@ def cache_of(options: dict) -> Any | None:
     Raises:
         RuntimeError: it is the host's own cache: the manager is older than ``enable``.
     """
-    cache = options.get(HANDLE) or options.get("cache")
+    cache = options.get(HANDLE, options.get("cache"))
     if cache is None and "read_index" not in options:
         return None
     if not getattr(cache, "over_pagetile", False):
@@ -233,6 +233,11 @@ def _cache_class(base: type, lookup: Lookup) -> type:
             if self.layers_left == 0:
                 _local.cache = None
             rows = rows_of(query), rows_of(key), rows_of(value)
+            if len(rows[0]) != len(plan.slots):
+                raise UnsupportedError(
+                    f"the batch has {len(plan.slots)} rows and the model {len(rows[0])}: batches that are padded for "
+                    "compiled forwards are not implemented, leave compile_config out"
+                )
             pages = self.pages[spec.index]
             if isinstance(plan, Ring):
                 return _attend_ring(pages, *rows, plan, spec, options, self.settings)[None]

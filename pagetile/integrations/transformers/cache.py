@@ -143,7 +143,12 @@ class PagedLayer(CacheLayerMixin):
 
     def _step(self, batch: int, count: int, mask: Tensor | None) -> Step:
         """The table's current forward, or a new one when this is the first layer to ask."""
-        table = self.table
+        table, last = self.table, self.cache.paged[-1]
+        if self is self.cache.paged[0] and self.length != last.length:
+            raise RuntimeError(
+                f"{self.spec.name} has seen {self.length} rows, but {last.spec.name} {last.length}: a forward did not "
+                "finish. Call crop() with the rows it had, or reset(), on the cache"
+            )
         if self.length == table.length:
             step = table.begin(batch, count, mask)
             if step.copies:

@@ -200,7 +200,9 @@ def check_call(module: Any, layer: LayerSpec, options: dict) -> None:
     """
     asked = options.get("sliding_window")
     if asked is not None and asked != layer.sliding_window:
-        raise UnsupportedError(f"{layer.name} asks for a sliding window of {asked}; at enable() it was {layer.window}")
+        raise UnsupportedError(
+            f"{layer.name} asks for a sliding window of {asked}; when it was enabled it had {layer.sliding_window}"
+        )
     if options.get("is_causal") is False:
         raise UnsupportedError(f"{layer.name} asks for attention that is not causal; a cache is read causally")
     if options.get("output_attentions"):

@@ -54,11 +54,13 @@ class Enabled:
         specs: its layers, by ``layer_idx``.
         settings: what ``enable`` was asked for.
         configs: the configs whose name was changed, and what it was.
+        end: forgets the configs, at ``disable`` or when the model is gone.
     """
 
     specs: tuple[LayerSpec, ...]
     settings: Settings
     configs: list[tuple[Any, str]]
+    end: weakref.finalize | None = None
 
 
 _enabled: weakref.WeakKeyDictionary[Any, Enabled] = weakref.WeakKeyDictionary()
@@ -97,7 +99,6 @@ def enable(
             _enabled[model].settings = settings
             return model
         adapter.register()
-        adapter.outside_steps(_Outside())
         for name in METHODS:
             if not hasattr(model, name):
                 raise UnsupportedError(f"{type(model).__name__} has no {name}: it is not a model that generates")
@@ -107,13 +108,14 @@ def enable(
         configs = {id(c): c for c in (model.config, model.config.get_text_config(decoder=True))}.values()
         record = Enabled(specs, settings, [(config, _name_of(config)) for config in configs])
         batching.install(_settings_of_config)
+        adapter.outside_steps(_Outside())
         for config, _ in record.configs:
             config._attn_implementation_internal = adapter.NAME
             _of_config[id(config)] = record
         model.__dict__["_prepare_cache_for_generation"] = types.MethodType(_prepare_cache_for_generation, model)
         model.__dict__["init_continuous_batching"] = types.MethodType(_init_continuous_batching, model)
         _enabled[model] = record
-        weakref.finalize(model, _forget, [id(config) for config in configs])
+        record.end = weakref.finalize(model, _forget, [id(config) for config in configs])
     return model
 
 
@@ -140,7 +142,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         for config, previous in record.configs:
             config._attn_implementation_internal = previous
         del _enabled[model]
-        _forget([id(config) for config, _ in record.configs])
+        assert record.end is not None
+        record.end()
     return model
 
 
@@ -166,6 +169,11 @@ def settings_of(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], Settings
 def _name_of(config: Any) -> str:
     if not hasattr(config, "_attn_implementation_internal"):
         raise UnsupportedError("this version of Transformers keeps the name of a model's attention in another place")
+    if config._attn_implementation == adapter.NAME:
+        raise ArgumentError(
+            "the model goes by pagetile's attention and is not enabled (a copy of an enabled model, perhaps): call "
+            "model.set_attn_implementation('sdpa') first"
+        )
     return config._attn_implementation
 
 
@@ -201,7 +209,7 @@ class _Outside:
 
     def mask(self, mask_function: Callable | None, options: dict) -> Any:
         """See :class:`pagetile.engine.attention.Outside`."""
-        if batching.in_a_batch():
+        if batching.in_a_batch() and options.get("attention_mask") is None and options.get("batch_size") == 1:
             return None
         length = options.get("kv_length")
         if isinstance(length, Length):
@@ -237,7 +245,7 @@ def _previous_name(config: Any) -> str:
     if record is None:
         raise RuntimeError(
             f"{type(config).__name__} names the attention {adapter.NAME!r}, but no enabled model has this config (a "
-            "copy of an enabled model, perhaps): call enable() on the model, or model.set_attn_implementation('sdpa')"
+            "copy of an enabled model, perhaps): call model.set_attn_implementation('sdpa')"
         )
     return next(previous for config_, previous in record.configs if config_ is config)
 
@@ -270,6 +278,8 @@ def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
 ) -> Any:
     """Let the host prepare its cache, and put one over blocks in its place where it is the plain growing one."""
+    if generation_config.output_attentions:
+        raise UnsupportedError("output_attentions: attention over blocks forms no weights; call disable(model) first")
     given = {name for name in CACHE_NAMES if model_kwargs.get(name) is not None}
     result = type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
     for name in CACHE_NAMES:
