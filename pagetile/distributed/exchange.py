@@ -19,6 +19,10 @@ from torch import Tensor
 from pagetile.contracts.errors import ArgumentError
 from pagetile.distributed.errors import PeerError
 
+# The names of torch 2.13, and those before it, which it warns about.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Exchange:
     """The ranks that exchange states.
@@ -70,7 +74,7 @@ class Exchange:
         received = sent.new_empty((self.size, *sent.shape))
         return received, self._start(
             "all-gather",
-            lambda: dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True),
+            lambda: _gather(received.view(-1), sent.view(-1), group=self.group, async_op=True),
         )
 
     def reduce_scatter(self, sent: Tensor) -> tuple[Tensor, Pending]:
@@ -78,7 +82,7 @@ class Exchange:
         received = sent.new_empty(sent.shape[1:])
         return received, self._start(
             "reduce-scatter",
-            lambda: dist.reduce_scatter_tensor(received, sent, group=self.group, async_op=True),
+            lambda: _scatter(received.view(-1), sent.view(-1), group=self.group, async_op=True),
         )
 
     def _start(self, what: str, start: Callable[[], Any]) -> Pending:

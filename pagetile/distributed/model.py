@@ -4,8 +4,8 @@ A decode step over a layer is, on each rank, one read of its share of the cache 
 the number of ranks, the exchange does not; where they meet is where more ranks stop helping one request::
 
     read      B * L/cp * Hkv/tp * (D + Dv) * bytes      at the memory's rate, or the latency of a launch
-    exchange  depends on the mode, see :func:`sent_bytes`  at the link's rate, plus its latency for each collective,
-              plus a little for each rank that is written to
+    exchange  sent_bytes or received_bytes, whichever is more, at the link's rate, plus its latency for each
+              collective, plus a little for each rank that is heard from
 
 The bytes are exact and tests hold them to what the collectives are given; the times are no better than the rates that
 go in (:class:`Machine`). ``docs/integrations/distributed.md`` has tables.
@@ -44,7 +44,7 @@ class Machine:
         ranks_per_host: that are linked by ``link_*``; others by ``net_*``.
         link_GBps, net_GBps: that one rank sends at.
         link_us, net_us: of one collective of few bytes.
-        peer_us: for each rank on another host that a rank writes to.
+        peer_us: for each rank on another host that a rank hears from.
     """
 
     memory_GBps: float
@@ -59,10 +59,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a step costs on the busiest rank: bytes read from the cache, bytes sent, and microseconds."""
+    """What a step costs on the busiest rank: bytes read from the cache, sent and received, and microseconds."""
 
     read_bytes: int
     sent_bytes: int
+    received_bytes: int
     read_us: float
     exchange_us: float
 
@@ -91,6 +92,14 @@ def sent_bytes(num_tokens: int, num_heads: int, head_size_v: int, itemsize: int,
     return (size - 1) * (num_tokens * num_heads * 4 + num_tokens * max(parts) * head_size_v * 4)
 
 
+def received_bytes(num_tokens: int, num_heads: int, head_size_v: int, itemsize: int, size: int, mode: str) -> int:
+    """Bytes that the busiest rank receives; more than it sends (:func:`sent_bytes`) where some ranks get no heads."""
+    if mode != "all_to_all":
+        return sent_bytes(num_tokens, num_heads, head_size_v, itemsize, size, mode)
+    widest = max(map(len, shares(num_heads, size)))
+    return (size - 1) * message_bytes(num_tokens, widest, head_size_v, itemsize)
+
+
 def estimate(work: Work, grid: RankGrid, machine: Machine, mode: str = "all_to_all") -> Estimate:
     """A step's cost on ``grid.tp * grid.cp`` ranks."""
     kv_heads = -(-work.num_kv_heads // grid.tp)
@@ -99,12 +108,13 @@ def estimate(work: Work, grid: RankGrid, machine: Machine, mode: str = "all_to_a
     read = work.num_seqs * tokens * kv_heads * (work.head_size + work.head_size_v) * work.cache_itemsize
     read_us = machine.launch_us + read / machine.memory_GBps / 1e3
     if grid.cp == 1:
-        return Estimate(read, 0, read_us, 0.0)
-    sent = sent_bytes(work.num_seqs, q_heads, work.head_size_v, work.itemsize, grid.cp, mode)
+        return Estimate(read, 0, 0, read_us, 0.0)
+    state = (work.num_seqs, q_heads, work.head_size_v, work.itemsize, grid.cp, mode)
+    sent, received = sent_bytes(*state), received_bytes(*state)
     near = min(grid.cp, machine.ranks_per_host) - 1
     far = grid.cp - 1 - near
     collectives = 2 if mode == "reduce_scatter" else 1
     latency = collectives * (machine.net_us if far else machine.link_us)
-    wire = sent / (grid.cp - 1) * (near / machine.link_GBps + far / machine.net_GBps) / 1e3
-    receivers = min(far, q_heads) if mode == "all_to_all" else far  # a rank without heads is sent nothing
-    return Estimate(read, sent, read_us, latency + wire + receivers * machine.peer_us)
+    rates = near / machine.link_GBps + far / machine.net_GBps
+    wire = max(sent, received) / (grid.cp - 1) * rates / 1e3
+    return Estimate(read, sent, received, read_us, latency + wire + far * machine.peer_us)

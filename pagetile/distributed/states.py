@@ -181,6 +181,10 @@ def _pack(message: Tensor, out: Tensor, lse: Tensor) -> None:
 
 def _views(messages: Tensor, num_tokens: int, heads: int, size_v: int, dtype: torch.dtype) -> Any:
     """Views of uint8 ``[N, bytes]``: float32 ``[N, heads, T]`` and dtype ``[N, T, heads, Dv]``."""
+    count = messages.shape[0]
+    if num_tokens * heads == 0:  # no bytes to look at
+        lses = messages.new_empty((count, heads, num_tokens), dtype=torch.float32)
+        return lses, messages.new_empty((count, num_tokens, heads, size_v), dtype=dtype)
     lse_size, out_size = num_tokens * heads * 4, num_tokens * heads * size_v * dtype.itemsize
     start = _lse_bytes(num_tokens, heads)
     lses = messages[:, :lse_size].view(torch.float32).unflatten(1, (heads, num_tokens))
