@@ -109,6 +109,18 @@ def test_chat_is_the_default_when_the_model_has_a_template(model: str) -> None:
     assert lengths == {(): 3, ("--chat",): 3, ("--raw",): 2}
 
 
+@pytest.mark.parametrize(("kind", "own"), [("fp8_e4m3", False), ("fp8_e5m2", False), ("int8", True)])
+def test_a_quantised_cache(kind: str, own: bool, model: str, monkeypatch) -> None:
+    from pagetile.engine import Engine
+
+    seen = []
+    close = Engine.close
+    monkeypatch.setattr(Engine, "close", lambda self: (seen.append(self.cache), close(self))[1])
+    found = answers(pagetile("generate", "the cat sat", "--model", model, "--json", "--kv-cache-dtype", kind, *SMALL))
+    assert [len(tokens) for tokens in found] == [5]
+    assert [(cache.kind, cache.own_scales) for cache in seen] == [(kind, own)]
+
+
 def test_sampling_options_reach_the_sampler(model: str) -> None:
     common = ("generate", "the cat", "--model", model, "--json", *SMALL)
     warm = ("--temperature", "2", "--seed", "5")
@@ -135,6 +147,9 @@ def test_sampling_options_reach_the_sampler(model: str) -> None:
         (("the cat", "--num-blocks", "0"), "num_blocks of group 'full' is 0"),
         (("the cat", "--num-blocks", "2", "--block-size", "1"), "needs 3 blocks of 1"),
         (("the cat", "--dtype", "float8"), "float8"),
+        (("the cat", "--kv-cache-dtype", "fp4"), "kv_cache_dtype is 'fp4'; it must be one of auto, fp8"),
+        (("the cat", "--kv-cache-dtype", "int8", "--kv-scales", "/nowhere"), "there is no file of scales /nowhere"),
+        (("the cat", "--kv-scales", "token_head"), "kv_scales are given, but kv_cache_dtype is 'auto'"),
         (("the cat", "--backend", "nothing"), "nothing"),
         (("the cat", "--max-length", "1000"), "max_length is 1000"),
         ((" ",), "every line is blank"),
