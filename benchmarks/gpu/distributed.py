@@ -165,7 +165,7 @@ class Cache:
     def alone(self, q: Tensor) -> Callable[[], Tensor]:
         b = self.batch
         return lambda: flash_attn_varlen_func(
-            q, self.k, self.v, 1, b.row_loc, b.max_local_len, seqused_k=b.row_lens, block_table=b.row_table
+            q, self.k, self.v, 1, b.row_loc, b.max_local_len, seqused_k=b.row_lens, block_table=b.table_of_rows()
         )  # pyright: ignore[reportReturnType]
 
     def together(self, cp: ContextParallel, q: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:

@@ -42,7 +42,9 @@ class LocalBatch:
         positions: int32 ``[T]``, of each query in its sequence; -1 for rows that belong to none.
         row_lens: int32 ``[T]``, tokens of this rank that a causal query without a window sees.
         row_ends: int32 ``[T]``, the length of each query's whole sequence.
-        row_table: int32 ``[T, width]``, the table row of each query's sequence.
+        owners: int64 ``[T]``, the sequence of each query (any, for rows that belong to none).
+        row_table: int32 ``[T, width]``, the table row of each query's sequence; None where a sequence has several
+            queries, since it would be large. :meth:`table_of_rows` makes it then.
         row_loc: int32 ``[T + 1]``, 0, 1, 2, ...: every query a sequence of its own.
         max_query_len, max_local_len: host integers.
         block_size: slots in a block.
@@ -57,11 +59,16 @@ class LocalBatch:
     positions: Tensor
     row_lens: Tensor
     row_ends: Tensor
-    row_table: Tensor
+    owners: Tensor
+    row_table: Tensor | None
     row_loc: Tensor
     max_query_len: int
     max_local_len: int
     block_size: int
+
+    def table_of_rows(self) -> Tensor:
+        """int32 ``[T, width]``: a table in which every query is a sequence of its own."""
+        return self.block_table[self.owners] if self.row_table is None else self.row_table
 
     def row_bounds(self, window: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
         """The local tokens that each query sees, ``[starts, lens)`` int32 ``[T]`` each, lens first; starts may be None.
@@ -160,19 +167,19 @@ def local_batch(
     ends = query_start_loc[1:].contiguous()
     query_lens = ends - query_start_loc[:-1]
     context_lens = split.local_lens(seq_lens - query_lens)
-    if num_seqs == 0:
-        none = torch.full_like(rows, -1)
-        row_table, positions, row_ends = block_table.new_zeros((num_tokens, block_table.shape[1])), none, none + 1
+    lookup = block_table
+    if num_seqs == 0:  # rows of nobody
+        lookup = block_table.new_zeros((1, block_table.shape[1]))
+        owners, positions, row_ends = rows.long() * 0, torch.full_like(rows, -1), torch.zeros_like(rows)
     else:
-        owner = torch.searchsorted(ends, rows, right=True)  # the first sequence that ends after the row
-        real = owner < num_seqs
-        owner = owner.clamp(max=num_seqs - 1)
-        positions = torch.where(real, rows - ends[owner] + seq_lens[owner], -1).to(torch.int32)
-        row_ends = torch.where(real, seq_lens[owner], 0).to(torch.int32)
-        row_table = block_table[owner]
+        owners = torch.searchsorted(ends, rows, right=True)  # the first sequence that ends after the row
+        real = owners < num_seqs
+        owners = owners.clamp(max=num_seqs - 1)
+        positions = torch.where(real, rows - ends[owners] + seq_lens[owners], -1).to(torch.int32)
+        row_ends = torch.where(real, seq_lens[owners], 0).to(torch.int32)
     return LocalBatch(
         split=split,
-        slot_mapping=split.local_slots(positions, row_table, block_size),
+        slot_mapping=split.local_slots(positions, owners, block_table, block_size),
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         context_lens=context_lens,
@@ -180,7 +187,8 @@ def local_batch(
         positions=positions,
         row_lens=split.local_lens(positions + 1),
         row_ends=row_ends,
-        row_table=row_table,
+        owners=owners,
+        row_table=lookup[owners] if max_query_len <= 1 else None,
         row_loc=row_loc,
         max_query_len=max_query_len,
         max_local_len=max_local_len,

@@ -94,23 +94,24 @@ class TokenSplit:
         chunk = torch.div(positions, self.interleave, rounding_mode="floor")
         return (positions >= 0) & (torch.remainder(chunk, self.size) == self.rank)
 
-    def local_slots(self, positions: Tensor, block_rows: Tensor, block_size: int) -> Tensor:
+    def local_slots(self, positions: Tensor, owners: Tensor, block_table: Tensor, block_size: int) -> Tensor:
         """Where this rank stores the tokens at some positions.
 
         Args:
             positions: int32 or int64 ``[T]``, of the whole sequence; negative is nowhere.
-            block_rows: int32 or int64 ``[T, width]``, the row of the local block table of each token's sequence.
+            owners: int64 ``[T]``, the row of the block table of each token's sequence.
+            block_table: int32 or int64 ``[B, width]``, of this rank's tokens.
             block_size: slots in a block.
 
         Returns:
             int64 ``[T]``; -1 where the token is another rank's, where its row has no block for it, and where the block
             id is negative. No synchronisation.
         """
-        width = block_rows.shape[1]
-        if width == 0 or block_rows.shape[0] == 0:
+        num_seqs, width = block_table.shape
+        if width == 0 or num_seqs == 0:
             return torch.full(positions.shape, PAD_SLOT, dtype=torch.int64, device=positions.device)
         local = self.local_lens(positions.to(torch.int64))
         logical = torch.div(local, block_size, rounding_mode="floor")
-        blocks = block_rows.gather(1, logical.clamp(max=width - 1).unsqueeze(1)).squeeze(1).to(torch.int64)
+        blocks = block_table[owners, logical.clamp(max=width - 1)].to(torch.int64)
         slots = blocks * block_size + (local - logical * block_size)
         return torch.where(self.owns(positions) & (logical < width) & (blocks >= 0), slots, PAD_SLOT)

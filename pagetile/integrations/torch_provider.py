@@ -100,14 +100,20 @@ class _Handle:
 
 
 def _take_over() -> _Handle:
-    """Put our kernels under the operators, for CPUs and, where this PyTorch has any, for CUDA devices."""
+    """Put our kernels under the operators, for CPUs and, where this PyTorch is built for them, for CUDA devices."""
+    cuda = torch.backends.cuda.is_built()
+    if cuda and not hasattr(torch.library, "get_kernel"):
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no torch.library.get_kernel, so dense attention on CUDA could not go on to "
+            "the kernel it has now; take a newer torch, or call pagetile.flash_attn_varlen_func"
+        )
     library = Library("aten", "IMPL")
     # The names as they are, not the overloads: other overloads (quantised queries) stay whose they are.
     names = [name for name in (_FORWARD, _INPLACE) if hasattr(torch.ops.aten, name)]
     for name in names:
         library.impl(name, _kernel(name), "CPU")
     library.impl(_BACKWARD, _no_backward, "CPU")
-    if torch.backends.cuda.is_built():
+    if cuda:
         for name in names:
             before = torch.library.get_kernel(f"aten::{name}", "CUDA")
             library.impl(name, or_else(name, before), "CUDA", with_keyset=True)

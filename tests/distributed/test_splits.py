@@ -47,7 +47,7 @@ def test_slots_are_those_of_the_address_room(size: int, interleave: int, block_s
         table = torch.tensor([[9, 3, 7, 1, -1], [5, 8, 2, 6, 4]], dtype=torch.int32)
         positions = torch.arange(-1, 40)
         for row in range(2):
-            slots = split.local_slots(positions, table[row].expand(len(positions), -1), block_size)
+            slots = split.local_slots(positions, torch.full_like(positions, row), table, block_size)
             for p, slot in zip(positions.tolist(), slots.tolist(), strict=True):
                 if p < 0 or split.owner(p) != rank:
                     assert slot == -1
@@ -57,7 +57,7 @@ def test_slots_are_those_of_the_address_room(size: int, interleave: int, block_s
                 except BlockTableError:
                     right = -1
                 assert slot == (right if right >= 0 else -1)
-    assert TokenSplit(2, 0).local_slots(positions, table[:1, :0].expand(len(positions), 0), 4).unique().tolist() == [-1]
+    assert TokenSplit(2, 0).local_slots(positions, positions, table[:, :0], 4).unique().tolist() == [-1]
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (3, 0), (0, 2), (5, -1), (2**31 - 1, 2**31 - 1)])
