@@ -150,7 +150,8 @@ class HopperBackend:
         """The launches of an attention, kept under all that they depend on."""
         lse, table, slopes = call.lse, call.block_table, call.alibi_slopes
         name = (
-            id(call.problem), call.out.stride(), None if lse is None else lse.stride(), call.k.shape[0],
+            id(call.problem), call.q.shape, call.q.stride(), call.k.shape, call.k.stride(), call.v.stride(),
+            call.out.stride(), None if lse is None else lse.stride(),
             None if table is None else (table.stride(0), table.shape[1], table.dtype), call.scale, call.window,
             call.softcap, None if slopes is None else slopes.stride(), call.sinks is None, call.key_starts is None,
             call.q.device,

@@ -31,26 +31,34 @@ class AttendLaunches:
         self.prefill = _prefill_launch(call, plan.prefill, both) if plan.prefill else None
         self.num_counters = 4 + call.problem.num_seqs * call.problem.num_kv_heads
         self.state_floats = plan.decode.state_floats if plan.decode else 0
+        self.sums = self.state_floats // (plan.decode.dv + 2) * plan.decode.dv if plan.decode else 0
+        self.steps_fit = maps.steps_fit(call.q)
 
     def __call__(self, call: AttendCall, device: int, error: Tensor) -> None:
         """Launch everything on the current stream of ``device``, the current device."""
         stream = torch._C._cuda_getCurrentRawStream(device)
         counters = scratch.counters(self.num_counters, device, stream)
-        q = call.q if maps.mappable(call.q) else maps.padded(call.q)
+        q = call.q if self.steps_fit and not call.q.data_ptr() & 15 else maps.padded(call.q)
         mapped = (q, maps.nonempty(call.k), maps.nonempty(call.v))
-        tail = self.tensors(call, counters, error)
         head = (call.out, counters if call.lse is None else call.lse)
-        if self.decode is not None and self.plan.decode is not None:
+        tail = self.tensors(call, counters)
+        head_at, tail_at = [t.data_ptr() for t in head], [t.data_ptr() for t in tail]
+        counters_at, error_at = counters.data_ptr(), error.data_ptr()
+        if self.decode is not None:
             states = scratch.states(call.workspace, self.state_floats, call.q.device)
-            sums = self.plan.decode.state_floats // (self.plan.decode.dv + 2) * self.plan.decode.dv
-            self.decode(device, stream, mapped, (*head, states, states[sums:], *tail, counters[4:], error))
-        if self.prefill is not None:
-            self.prefill(device, stream, mapped, (*head, *tail, counters, error))
+            at = states.data_ptr()
+            pointers = [*head_at, at, at + 4 * self.sums, *tail_at, counters_at + 16, error_at]
+            if not self.decode.direct(stream, mapped, pointers):
+                middle = (states, states[self.sums :])
+                self.decode.public(device, stream, mapped, (*head, *middle, *tail, counters[4:], error))
+        if self.prefill is not None and not self.prefill.direct(
+            stream, mapped, [*head_at, *tail_at, counters_at, error_at]
+        ):
+            self.prefill.public(device, stream, mapped, (*head, *tail, counters, error))
 
     @staticmethod
-    def tensors(call: AttendCall, counters: Tensor, error: Tensor) -> tuple[Tensor, ...]:
+    def tensors(call: AttendCall, counters: Tensor) -> tuple[Tensor, ...]:
         """What both kernels read besides the maps; ``counters`` stands where there is nothing."""
-        del error
         table, lens = call.block_table, call.seq_lens
         assert table is not None
         assert lens is not None

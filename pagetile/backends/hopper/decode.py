@@ -74,7 +74,7 @@ def consume_span(begin, end, first, step, state, q, k_s, v_s, bars, rows, bad, f
         weights = gl.convert_layout(p.to(v_s.dtype), part, assert_trivial=True)
         mbarrier.wait(v_full.index(stage), phase)
         if MASKED:
-            clear_values(v_s.index(stage), start, note_at)
+            clear_values(v_s, stage, start, note_at)
         acc_ = warpgroup_mma(weights, v_s.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc_,))
         mbarrier.arrive(v_empty.index(stage), count=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pagetile.backends.hopper import facts as fact
 from pagetile.backends.hopper import notes as memo
-from pagetile.backends.hopper.compat import fence_async_shared, gl, gluon
+from pagetile.backends.hopper.compat import fence_async_shared, gl, gluon, reinterpret
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -150,23 +150,27 @@ def softmax_step(s, peak, total, unit, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def clear_values(tile, key, note_at):
-    """Zero the rows of a V tile, keys from ``key`` on, outside those of the note.
+def clear_values(tiles, stage, key, note_at):
+    """Zero the rows of a V tile, keys from ``key`` on, that are no keys of the sequence or below those of the note.
 
-    They may be dead slots, and a weight of 0 does not stop a NaN that lies in one.
+    They may be dead slots, and a weight of 0 does not stop a NaN that lies in one. Eight rows at a time, the unit of
+    the swizzle, so that it takes few registers beside a state.
     """
     note = memo.read_note(note_at[0], note_at[1], note_at[2])
-    lo, hi = memo.entry(note, memo.LO), memo.entry(note, memo.HI)
-    KEYS: gl.constexpr = tile.shape[0]
-    SIZE: gl.constexpr = tile.shape[1]
-    ROWS: gl.constexpr = 16
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [gl.num_warps(), 1], [1, 0])
-    for i in gl.static_range(KEYS // ROWS):
-        first = key + i * ROWS
-        if (first < lo) | (first + ROWS > hi):
-            part = tile.slice(i * ROWS, ROWS, 0)
-            j = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-            part.store(gl.where(((j >= lo) & (j < hi))[:, None], part.load(wide), 0.0))
+    lo, end = memo.entry(note, memo.LO), memo.entry(note, memo.SEQ_LEN)
+    GROUPS: gl.constexpr = tiles.shape[1] // 8
+    CHUNKS: gl.constexpr = tiles.shape[2] // 64
+    shape: gl.constexpr = [tiles.shape[0] * CHUNKS * GROUPS, 8, 64]
+    lanes: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    parts = reinterpret(tiles, tiles.dtype, shape, gl.NVMMASharedLayout(128, 16, 2))
+    for group in range(GROUPS):
+        first = key + group * 8
+        if (first < lo) | (first + 8 > end):
+            j = first + gl.arange(0, 8, layout=gl.SliceLayout(1, lanes))
+            live = ((j >= lo) & (j < end))[:, None]
+            for chunk in gl.static_range(CHUNKS):
+                part = parts.index((stage * CHUNKS + chunk) * GROUPS + group)
+                part.store(gl.where(live, part.load(lanes), 0.0))
     fence_async_shared()
 
 

@@ -1,9 +1,9 @@
 """Launching a kernel with tensor maps at little host cost.
 
 Triton's public path encodes every map and looks at every argument of every call. A :class:`Launch` keeps what cannot
-change between two calls of one shape and reads only pointers again; maps are kept by :mod:`.maps`. The compiled
-kernel's own launcher is private to Triton, so it is used behind a probe, in versions it is known in, and only while
-every pointer is 16-byte aligned as the compiled variant assumes; every other call takes the public path.
+change between two calls of one shape, maps by address among it, and reads only pointers again. The compiled kernel's
+own launcher is private to Triton, so it is used behind a probe, in versions it is known in, and only while every
+pointer is 16-byte aligned as the compiled variant assumes; every other call takes the public path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from pagetile.backends.hopper import maps
-from pagetile.backends.hopper.maps import Box
+from pagetile.backends.hopper.maps import Box, Encoder
 
 KNOWN_VERSIONS = ("3.6",)
 """Triton versions whose compiled kernels are launched directly."""
@@ -29,9 +29,8 @@ def variants() -> list[str]:
 
 
 def forget() -> None:
-    """Drop every cached launcher and every tensor map."""
+    """Drop every cached launcher."""
     _variants.clear()
-    maps.forget()
 
 
 def specialised_by(scalars: tuple, parameters: list) -> tuple:
@@ -55,7 +54,7 @@ class Launch:
         options: ``num_warps``, ``maxnreg``, ``launch_pdl``.
     """
 
-    __slots__ = ("_direct", "_tail", "boxes", "constants", "kernel", "options", "programs", "scalars")
+    __slots__ = ("_direct", "_encoders", "_tail", "boxes", "constants", "kernel", "options", "programs", "scalars")
 
     def __init__(
         self, kernel: Any, programs: int, boxes: tuple[Box, ...], scalars: tuple, constants: dict[str, Any],
@@ -69,13 +68,13 @@ class Launch:
         self.options = options
         self._tail = (*scalars, *constants.values())
         self._direct: tuple | None = None
+        self._encoders: list[Encoder] = []
 
-    def __call__(self, device: int, stream: int, mapped: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> None:
-        """Launch on ``stream`` of ``device``, which must be the current ones."""
-        if not self._launch_directly(stream, mapped, [t.data_ptr() for t in tensors]):
-            self._launch_publicly(device, stream, mapped, tensors)
+    def direct(self, stream: int, mapped: tuple[Tensor, ...], pointers: list[int]) -> bool:
+        """Launch through the compiled kernel's own launcher if it is at hand and its assumptions hold.
 
-    def _launch_directly(self, stream: int, mapped: tuple[Tensor, ...], pointers: list[int]) -> bool:
+        ``mapped`` tensors have the shapes and strides of the first call's.
+        """
         if self._direct is None:
             return False
         together = 0
@@ -83,20 +82,19 @@ class Launch:
             together |= pointer
         if together & 15:
             return False
-        run, function, cooperative, dependent, packed, metas, encode, types = self._direct
+        run, function, cooperative, dependent, packed = self._direct[:5]
         arguments: list[Any] = []
-        for tensor, meta in zip(mapped, metas, strict=True):
-            arguments.extend(maps.arguments(tensor, meta, encode, types))
+        for tensor, encoder in zip(mapped, self._encoders, strict=True):
+            arguments += encoder(tensor)
         run(
             self.programs, 1, 1, stream, function, cooperative, dependent, None, None, packed, None, None, None,
             *arguments, *pointers, *self._tail,
         )  # fmt: skip
         return True
 
-    def _launch_publicly(
-        self, device: int, stream: int, mapped: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
-    ) -> None:
-        """Through Triton's own path; remembers the variant if the next call can be launched directly."""
+    def public(self, device: int, stream: int, mapped: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> None:
+        """Launch through Triton's own path, on ``stream`` of ``device``, which must be the current ones; remembers the
+        variant if the next call can be launched directly."""
         first = len(self.boxes) + len(tensors)
         pointers = [t.data_ptr() for t in tensors]
         aligned = not any(pointer & 15 for pointer in pointers)
@@ -110,18 +108,24 @@ class Launch:
             tuple(t.dtype for t in (*mapped, *tensors)),
             specialised_by(self.scalars, self.kernel.params[first : first + len(self.scalars)]),
         )
-        self._direct = _variants.get(key) if known else None
-        if self._direct is not None and self._launch_directly(stream, mapped, pointers):
+        self._take(_variants.get(key) if known else None)
+        if self.direct(stream, mapped, pointers):
             return
         descriptors = [maps.descriptor(tensor, box) for tensor, box in zip(mapped, self.boxes, strict=True)]
         compiled = self.kernel[(self.programs, 1, 1)](
             *descriptors, *tensors, *self.scalars, **self.constants, **self.options
         )
-        self._direct = _direct_launcher(compiled, len(self.boxes)) if known else None
+        self._take(_direct_launcher(compiled, len(self.boxes)) if known else None)
         if self._direct is not None:
             while len(_variants) >= MAX_VARIANTS:
                 _variants.pop(next(iter(_variants), None), None)
             _variants[key] = self._direct
+
+    def _take(self, found: tuple | None) -> None:
+        self._direct = found
+        if found is not None:
+            metas, encode, types = found[5:]
+            self._encoders = [Encoder(meta, encode, types) for meta in metas]
 
 
 def _direct_launcher(compiled: Any, num_maps: int) -> tuple | None:

@@ -44,10 +44,14 @@ def columns_of(lo, hi, num_cols, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(cache_map, pages, key, head, full, tile, PAGE: gl.constexpr, BOX: gl.constexpr, BOXES: gl.constexpr):
-    """Start the copies of one tile, ``[BOXES * BOX, D]`` in shared memory, a box at a time."""
+def load_boxes(
+    cache_map, pages, key, head, full, tile, FIRST: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr,
+    BOXES: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of ``BOXES`` boxes of a tile, ``[KEYS, D]`` in shared memory, from row ``FIRST`` on."""
     for i in gl.static_range(BOXES):
-        load_box(cache_map, [pages[i], (key + i * BOX) % PAGE, head, 0], full, tile.slice(i * BOX, BOX, 0))
+        at = [pages[i], (key + FIRST + i * BOX) % PAGE, head, 0]
+        load_box(cache_map, at, full, tile.slice(FIRST + i * BOX, BOX, 0))
 
 
 @gluon.jit
@@ -77,6 +81,7 @@ def cache_role(
     """Role: stream the tiles of K, or of V; upwards from the note's tile with ``STEP`` 1, downwards with -1."""
     STAGES: gl.constexpr = tiles.shape[0]
     KEYS: gl.constexpr = tiles.shape[1]
+    FEW: gl.constexpr = 4 if KEYS // BOX > 4 else KEYS // BOX
     step = gl.program_id(0) * 0
     turn = step
     note = memo.read_note(notes, note_full, turn)
@@ -87,11 +92,16 @@ def cache_role(
         head = gl.where(hi > lo, memo.entry(note, memo.HEAD), -1)  # nothing to see: zeros
         key = memo.entry(note, memo.TILE) * KEYS
         for _ in range(memo.entry(note, memo.COUNT)):
-            pages = pages_of(row, key, first_col, last_col, facts, PAGE, BOX, KEYS // BOX)
+            # Ids of the first boxes come before the wait for room; of the others after, since registers are few.
+            pages = pages_of(row, key, first_col, last_col, facts, PAGE, BOX, FEW)
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), KEYS * tiles.shape[2] * 2)
-            load_keys(cache_map, pages, key, head, full.index(stage), tiles.index(stage), PAGE, BOX, KEYS // BOX)
+            tile = tiles.index(stage)
+            load_boxes(cache_map, pages, key, head, full.index(stage), tile, 0, PAGE, BOX, FEW)
+            for i in gl.static_range(FEW * BOX, KEYS, FEW * BOX):
+                pages = pages_of(row, key + i, first_col, last_col, facts, PAGE, BOX, FEW)
+                load_boxes(cache_map, pages, key, head, full.index(stage), tile, i, PAGE, BOX, FEW)
             step += 1
             key += STEP * KEYS
         memo.drop_note(note_empty, turn)

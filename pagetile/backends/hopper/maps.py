@@ -2,7 +2,7 @@
 
 A map is rank 3 ``[T, Hq, D]`` or rank 4 ``[NB, BS, Hkv, D]`` with the tensor's own strides, so every layout that is
 aligned to 16 bytes is one, and a coordinate outside reads as zeros. Encoding one takes the driver a few microseconds,
-so they are kept by what they were made from.
+so each launch keeps those of the addresses it has seen.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_KEPT = 1024
-_kept: dict[tuple, tuple] = {}  # what a map was made from -> the arguments it is to a launch
+MAX_KEPT = 512
+"""Maps of one argument of one launch: the layers of a model, and the addresses that queries get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,9 @@ def view(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, tuple(strides)
 
 
-def mappable(tensor: Tensor) -> bool:
-    """Whether a 16-bit tensor can be mapped: base and steps multiples of 16 bytes."""
-    _, strides = view(tensor)
-    return not tensor.data_ptr() & 15 and not any(stride & 7 for stride in strides[:-1])
+def steps_fit(tensor: Tensor) -> bool:
+    """Whether the steps of a 16-bit tensor are multiples of 16 bytes; its address must be one too to be mapped."""
+    return not any(stride & 7 for stride in view(tensor)[1][:-1])
 
 
 def padded(tensor: Tensor) -> Tensor:
@@ -57,34 +56,38 @@ def descriptor(tensor: Tensor, box: Box) -> Any:
     return TensorDescriptor(tensor, list(shape), list(strides), list(box.sizes), layout)
 
 
-def arguments(tensor: Tensor, meta: dict[str, Any], encode: Any, types: dict[int, int]) -> tuple:
-    """The arguments of a direct launch for one map: the encoded map, its shape, its strides.
+class Encoder:
+    """Encoded maps of one argument of one compiled kernel, for tensors that differ in their address only.
 
-    ``meta`` is what the compiled kernel says of this map, ``encode`` and ``types`` are Triton's own.
+    Args:
+        meta: what the compiled kernel says of the argument.
+        encode, types: Triton's own encoder, and its translation of element types.
     """
-    shape, strides = view(tensor)
-    key = (tensor.data_ptr(), shape, strides, tuple(meta["block_size"]), meta["swizzle"], meta["elem_type"])
-    found = _kept.get(key)
-    if found is None:
-        encoded = encode(
-            tensor.data_ptr(), meta["swizzle"], meta["elem_size"], types[meta["elem_type"]], meta["block_size"], shape,
-            strides, 0,
-        )  # fmt: skip
-        found = (encoded, *shape, *strides)
-        while len(_kept) >= MAX_KEPT:
-            _kept.pop(next(iter(_kept), None), None)
-        _kept[key] = found
-    return found
 
+    __slots__ = ("_encode", "_kept", "_meta", "_types")
 
-def forget() -> None:
-    """Drop every kept map."""
-    _kept.clear()
+    def __init__(self, meta: dict[str, Any], encode: Any, types: dict[int, int]) -> None:
+        self._meta = meta
+        self._encode = encode
+        self._types = types
+        self._kept: dict[int, tuple] = {}
 
-
-def kept() -> int:
-    """Maps that are kept."""
-    return len(_kept)
+    def __call__(self, tensor: Tensor) -> tuple:
+        """The map, its shape and its strides, as a direct launch takes them."""
+        address = tensor.data_ptr()
+        found = self._kept.get(address)
+        if found is None:
+            meta = self._meta
+            shape, strides = view(tensor)
+            encoded = self._encode(
+                address, meta["swizzle"], meta["elem_size"], self._types[meta["elem_type"]], meta["block_size"], shape,
+                strides, 0,
+            )  # fmt: skip
+            found = (encoded, *shape, *strides)
+            while len(self._kept) >= MAX_KEPT:
+                self._kept.pop(next(iter(self._kept), 0), None)
+            self._kept[address] = found
+        return found
 
 
 def nonempty(cache: Tensor) -> Tensor:

@@ -191,14 +191,14 @@ def consume(notes, note_full, note_empty, facts, q_s, k_s, v_s, q_full, q_empty,
 
         slot = turn % QUERIES
         q = q_s.index(slot).slice(WG * ROWS, ROWS, 0)
+        if last * KEYS > memo.entry(note, memo.SEQ_LEN):
+            mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
+            clear_values(v_s, step % STAGES, (last - 1) * KEYS, note_at)
         mbarrier.wait(q_full.index(slot), (turn // QUERIES) & 1)
         p, peak, total = first_scores(
             last, count, step, q, k_s, bars, tokens_, rows, bad, facts, note_at, (scale, cap), slope, position, peak,
             total, PAGE, IDS, BOX, LEFT, SOFTCAP, ALIBI, PRESCALE, TAKE_TURNS,
         )  # fmt: skip
-        if last * KEYS > memo.entry(note, memo.HI):
-            mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
-            clear_values(v_s.index(step % STAGES), (last - 1) * KEYS, note_at)
         state = (p, peak, total, acc)
         state = consume_span(
             1, masked, last, count, step, state, q, k_s, v_s, bars, tokens_, rows, bad, facts, note_at, (scale, cap),
@@ -219,7 +219,7 @@ def consume(notes, note_full, note_empty, facts, q_s, k_s, v_s, q_full, q_empty,
         mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
         if LEFT:
             if (last - count) * KEYS < memo.entry(memo.read_note(notes, note_full, turn), memo.LO):
-                clear_values(v_s.index(stage), (last - count) * KEYS, note_at)
+                clear_values(v_s, stage, (last - count) * KEYS, note_at)
         acc_ = weigh(p, v_s.index(stage), acc, part)
         # read again, so that no register holds it through the loops
         note = memo.read_note(notes, note_full, turn)

@@ -88,8 +88,9 @@ def describe(seq, head, tile, count, start, share, looked_up, tiles, facts, KEYS
     first = lo // KEYS + tile
     row = fact.pointer(facts, fact.TABLE, IDS) + seq * fact.stride(facts, fact.TABLE_ROW)
     piece_lo, piece_hi = gl.maximum(lo, first * KEYS), gl.minimum(hi, (first + count) * KEYS)
+    SCAN: gl.constexpr = 64 if PAGE <= 32 else 32
     column = first_bad_column(
-        row, piece_lo, piece_hi, fact.number(facts, fact.NUM_COLS), fact.number(facts, fact.NUM_BLOCKS), PAGE, 128
+        row, piece_lo, piece_hi, fact.number(facts, fact.NUM_COLS), fact.number(facts, fact.NUM_BLOCKS), PAGE, SCAN
     )
     bad = column != NO_COLUMN
     edge_a = count * 0

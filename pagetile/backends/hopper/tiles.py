@@ -68,7 +68,8 @@ def describe(seq, head, token, facts, KEYS: gl.constexpr, PAGE: gl.constexpr, ID
 
     num_cols, num_blocks = fact.number(facts, fact.NUM_COLS), fact.number(facts, fact.NUM_BLOCKS)
     row = fact.pointer(facts, fact.TABLE, IDS) + seq * fact.stride(facts, fact.TABLE_ROW)
-    column = first_bad_column(row, lo, hi, num_cols, num_blocks, PAGE, 128)
+    SCAN: gl.constexpr = 64 if PAGE <= 32 else 32
+    column = first_bad_column(row, lo, hi, num_cols, num_blocks, PAGE, SCAN)
     bad = column != NO_COLUMN
     first = lo // KEYS
     last = gl.maximum((hi + KEYS - 1) // KEYS, first + 1)

@@ -197,8 +197,8 @@ def _plan_prefill(problem: AttendProblem, device: DeviceFacts, min_q: int) -> Pr
     )
 
 
-PREFILL_REGISTERS = {64: (224, 56), 128: (240, 24), 256: (232, 40)}
-"""Of a thread of the two computing warpgroups and of the one that loads, by head size: 65536 in all, no spills."""
+PREFILL_REGISTERS = {64: (224, 56), 128: (240, 24), 256: (240, 24)}
+"""Of a thread of the two computing warpgroups and of the one that loads, by head size: 65536 in all."""
 
 
 def _plan_decode(problem: AttendProblem, device: DeviceFacts, max_q: int, shared: bool) -> DecodePlan:

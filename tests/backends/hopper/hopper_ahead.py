@@ -2,6 +2,7 @@
 
     python tests/backends/hopper/hopper_ahead.py            # compile what is not known yet, rewrite known_kernels.json
     python tests/backends/hopper/hopper_ahead.py prefill    # only cases whose name has this in it
+    python tests/backends/hopper/hopper_ahead.py --variants # the plans that benchmarks/gpu/hopper.py tries; prints only
 
 A kernel is known by a hash of its sources, its signature, its constants and Triton's version.
 """
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ if __name__ == "__main__":
 
 import hopper_sass as sass
 
-from pagetile.backends.hopper.tuning import DeviceFacts, plan_attend
+from pagetile.backends.hopper.tuning import AttendPlan, DeviceFacts, plan_attend
 from pagetile.backends.protocol import AttendCall
 from pagetile.contracts.problem import AttendProblem
 
@@ -103,15 +104,26 @@ EACH_FEATURE = (
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas and the disassembly say of one kernel."""
+    """What ptxas and the disassembly say of one kernel.
+
+    Attributes:
+        registers, spilled, shared: of ptxas; bytes.
+        spilled_in_loops: accesses to local memory in loops that have products or copies.
+        products, instructions: of all code.
+        loop_products, loop_instructions: of the shortest loop with the products of one step.
+        copy_instructions: of the longest loop with copies.
+        hazards: see :mod:`hopper_sass`.
+    """
 
     registers: int
     spilled: int
+    spilled_in_loops: int
     shared: int
     products: int
     instructions: int
     loop_products: int
     loop_instructions: int
+    copy_instructions: int
     hazards: int
 
 
@@ -147,14 +159,16 @@ def call_of(case: Case) -> AttendCall:
     )  # fmt: skip
 
 
-def launches(call: AttendCall) -> Iterator[tuple[str, Any, tuple[torch.Tensor, ...]]]:
-    """``(name, launch, tensors)`` of each kernel that the plan for an H200 launches."""
+def launches(
+    call: AttendCall, variant: Callable[[AttendPlan], AttendPlan] = lambda plan: plan
+) -> Iterator[tuple[str, Any, tuple[torch.Tensor, ...]]]:
+    """``(name, launch, tensors)`` of each kernel that the plan for an H200 launches, or a variant of that plan."""
     from pagetile.backends.hopper.calls import AttendLaunches
 
-    plan = plan_attend(call.problem, DeviceFacts())
+    plan = variant(plan_attend(call.problem, DeviceFacts()))
     built = AttendLaunches(call, plan)
     counters, error, f32 = (torch.empty(4, dtype=t, device="meta") for t in (torch.int32, torch.int64, torch.float32))
-    tail = (*built.tensors(call, counters, error), counters, error)
+    tail = (*built.tensors(call, counters), counters, error)
     head = (call.out, counters if call.lse is None else call.lse)
     if built.decode is not None:
         yield "decode", built.decode, (*head, f32, f32, *tail)
@@ -235,11 +249,21 @@ def compile_launch(launch: Any, call: AttendCall, tensors: tuple[torch.Tensor, .
     assert registers, log
     assert spilled, log
     code = sass.parse(text)
-    inner = next(loop for loop in sass.loops(code) if loop.count(*sass.PRODUCTS) >= 8)
+    products = launch.constants["KEYS"] // 16 + launch.boxes[1].sizes[3] // 16  # of a step: scores, then values
+    steps, copies = sass.step_loops(code, products), sass.copy_loops(code)
+    inner = min(steps, key=lambda loop: len(loop.body))
     return Report(
-        int(registers[1]), int(spilled[1]), compiled.metadata.shared, sum(i.name in sass.PRODUCTS for i in code),
-        len(code), inner.count(*sass.PRODUCTS), len(inner.body), len(sass.hazards(code)),
-    )  # fmt: skip
+        registers=int(registers[1]),
+        spilled=int(spilled[1]),
+        spilled_in_loops=sum(loop.count("LDL", "STL") for loop in (*steps, *copies)),
+        shared=compiled.metadata.shared,
+        products=sum(i.name in sass.PRODUCTS for i in code),
+        instructions=len(code),
+        loop_products=inner.count(*sass.PRODUCTS),
+        loop_instructions=len(inner.body),
+        copy_instructions=max(len(loop.body) for loop in copies),
+        hazards=len(sass.hazards(code)),
+    )
 
 
 def _run(*command: Any) -> str:
@@ -258,34 +282,73 @@ def write_known(rows: dict[str, dict[str, Any]]) -> None:
     KNOWN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def in_a_child(name: str, work: Callable[..., object], *arguments: Any) -> None:
+    """Run ``work`` in a process of its own, for a compiler that may abort, and say what came of it."""
+    child = os.fork()
+    if not child:
+        try:
+            sys.stdout.write(f"{name}: {work(*arguments)}\n")
+        except BaseException as error:
+            while error.__cause__:
+                error = error.__cause__
+            why = [line for line in str(error).splitlines() if "fatal" in line or "rror" in line]
+            sys.stdout.write(f"{name}: {' | '.join(why)[:600] or str(error)[-600:]}\n")
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.stdout.write(f"{name}: the compiler crashed\n")
+
+
+def learn(key: str, name: str, *arguments: Any) -> dict[str, Any]:
+    """Compile one kernel and add it to the table."""
+    row = {"case": name, **asdict(compile_launch(*arguments))}
+    write_known(read_known() | {key: row})
+    return row
+
+
+def compile_variants() -> None:
+    """Compile every plan that the benchmark tries and that differs from those before it."""
+    from benchmarks.gpu.hopper import VARIANTS, works
+
+    seen = set(read_known())
+    for work in works():
+        longest_q, longest_k = max(q for q, _ in work.seqs), max(k for _, k in work.seqs)
+        mixed = len({q for q, _ in work.seqs}) > 1
+        case = Case(
+            work.name,
+            len(work.seqs),
+            longest_q,
+            longest_k,
+            work.q_heads,
+            work.kv_heads,
+            work.size,
+            0,
+            work.block,
+            mixed,
+        )
+        for title, variant in VARIANTS.get(work.name, {}).items():
+            call = call_of(case)
+            for name, launch, tensors in launches(call, variant):
+                key = identity(launch, call, tensors)
+                if key not in seen:
+                    seen.add(key)
+                    in_a_child(f"{work.name} {title} {name}", compile_launch, launch, call, tensors)
+
+
 def main() -> None:
-    """Compile what is not known; a crash of the compiler loses one case only."""
+    """Compile what is not known, prefill first."""
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    known, seen = read_known(), set()
-    for case in (*BENCHMARK, *EACH_FEATURE):
+    if wanted == "--variants":
+        compile_variants()
+        return
+    seen = set()
+    for case in sorted((*BENCHMARK, *EACH_FEATURE), key=lambda c: "prefill" not in c.name):
         call = call_of(case)
         for name, launch, tensors in launches(call):
             key = identity(launch, call, tensors)
             seen.add(key)
-            if key in known or wanted not in f"{case.name} {name}":
-                continue
-            child = os.fork()
-            if not child:
-                try:
-                    row = {"case": f"{case.name} {name}", **asdict(compile_launch(launch, call, tensors))}
-                    known = read_known() | {key: row}
-                    write_known(known)
-                    sys.stdout.write(f"{row}\n")
-                except BaseException as error:
-                    while error.__cause__:
-                        error = error.__cause__
-                    why = [line for line in str(error).splitlines() if "fatal" in line or "rror" in line]
-                    sys.stdout.write(f"{case.name} {name}: {' | '.join(why)[:600] or str(error)[-600:]}\n")
-                sys.stdout.flush()
-                os._exit(0)
-            if os.waitpid(child, 0)[1]:
-                sys.stdout.write(f"{case.name} {name}: the compiler crashed\n")
-            known = read_known()
+            if key not in read_known() and wanted in f"{case.name} {name}":
+                in_a_child(f"{case.name} {name}", learn, key, f"{case.name} {name}", launch, call, tensors)
     if not wanted:
         write_known({key: row for key, row in read_known().items() if key in seen})
 

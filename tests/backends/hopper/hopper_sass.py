@@ -77,9 +77,27 @@ def loops(code: list[Instruction], longest: int = 2500) -> list[Loop]:
     return sorted(found, key=lambda loop: len(loop.body))
 
 
-def main_loop(code: list[Instruction], product: int) -> Loop:
-    """The shortest loop with ``product`` warpgroup products in it."""
-    return next(loop for loop in loops(code) if loop.count(*PRODUCTS) == product)
+def innermost(found: list[Loop]) -> list[Loop]:
+    """Those that hold no other of them."""
+    ends = [(loop.body[0].address, loop.body[-1].address) for loop in found]
+    return [
+        loop
+        for loop, (first, last) in zip(found, ends, strict=True)
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in ends)
+    ]
+
+
+def step_loops(code: list[Instruction], products: int) -> list[Loop]:
+    """Loops over key tiles: those with as many products as one step has, the shortest first.
+
+    Waits are put behind the code and branch back into it, so other spans look like loops too.
+    """
+    return innermost([loop for loop in loops(code) if loop.count(*PRODUCTS) == products])
+
+
+def copy_loops(code: list[Instruction]) -> list[Loop]:
+    """Loops that start copies and compute nothing."""
+    return innermost([loop for loop in loops(code) if loop.count("UTMALDG") and not loop.count(*PRODUCTS)])
 
 
 def hazards(code: list[Instruction]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hopper_sass import hazards, loops, main_loop, parse
+from hopper_sass import copy_loops, hazards, loops, parse, step_loops
 
 CLEAN = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
@@ -18,7 +18,9 @@ CLEAN = """
 def test_a_clean_loop() -> None:
     code = parse(CLEAN)
     assert [len(loop.body) for loop in loops(code)] == [5]
-    assert main_loop(code, 1).count("HGMMA") == 1
+    [step] = step_loops(code, 1)
+    assert step.count("HGMMA") == 1
+    assert not copy_loops(code)
     assert hazards(code) == []
 
 
