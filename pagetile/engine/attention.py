@@ -76,13 +76,13 @@ def attending(target: Attending) -> Iterator[None]:
         _current.reset(token)
 
 
-def register() -> None:
+def register(name: str = NAME) -> None:
     """Make the name known to Transformers: attention and mask. Doing it again changes nothing."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, paged_attention_forward)
-    AttentionMaskInterface.register(NAME, paged_attention_mask)
+    AttentionInterface.register(name, paged_attention_forward)
+    AttentionMaskInterface.register(name, paged_attention_mask)
 
 
 def paged_attention_forward(

@@ -124,7 +124,8 @@ class PagedLayer(CacheLayerMixin):
             ``[B, S, Hq, Dv]``; 0 where the query is padding.
         """
         check_call(module, self.spec, options)
-        self.cache.waiting = None
+        if options.get("cu_seq_lens_q") is not None:
+            raise UnsupportedError(f"{self.spec.name} is given packed sequences; a PagedCache takes a batch of rows")
         batch, _, count, _ = key.shape
         step = self._step(batch, count, mask)
         pages = self._room(key, value)

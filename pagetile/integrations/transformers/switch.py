@@ -99,6 +99,7 @@ def enable(
             _enabled[model].settings = settings
             return model
         adapter.register()
+        adapter.register(batching.name_for_managers())  # for forwards in other threads while a manager is being made
         for name in METHODS:
             if not hasattr(model, name):
                 raise UnsupportedError(f"{type(model).__name__} has no {name}: it is not a model that generates")
@@ -201,6 +202,7 @@ class _Outside:
         layer = getattr(key, OWNER, None)
         if layer is not None:
             delattr(key, OWNER)
+            layer.cache.waiting = None
             return layer.attend(module, query, key, value, _padding_mask(mask), options), None
         cache = batching.cache_of(options)
         if cache is not None:
@@ -292,7 +294,7 @@ def _prepare_cache_for_generation(
 def _over_pages(model: Any, generation_config: Any, made: Any, args: tuple, kwargs: dict) -> PagedCache:
     from transformers import DynamicCache, StaticCache
 
-    if getattr(made, "offloading", False) or not isinstance(made, DynamicCache | StaticCache):
+    if getattr(made, "offloading", False) or type(made) not in (DynamicCache, StaticCache):
         raise UnsupportedError(
             f"cache_implementation is {generation_config.cache_implementation!r}, which is not implemented over "
             "blocks; leave it out or use 'static' (with enable(kv_cache_dtype=...) for quantised blocks), or call "

@@ -156,6 +156,7 @@ def test_calls_that_would_be_wrong_are_refused() -> None:
             ({"sliding_window": 3}, "sliding window of 3"),
             ({"is_causal": False}, "not causal"),
             ({"output_attentions": True}, "attention weights"),
+            ({"cu_seq_lens_q": torch.tensor([0, 5])}, "packed sequences"),
         ):
             handle = attention.register_forward_pre_hook(
                 lambda _module, args, kwargs, more=options: (args, kwargs | more), with_kwargs=True
@@ -163,6 +164,8 @@ def test_calls_that_would_be_wrong_are_refused() -> None:
             with pytest.raises(UnsupportedError, match=match):
                 model(ids, **cache_argument(model, PagedCache(model)))
             handle.remove()
+        with pytest.raises(UnsupportedError, match="forms no weights"):
+            model.generate(ids, max_new_tokens=2, pad_token_id=0, output_attentions=True, return_dict_in_generate=True)
 
 
 def test_a_paged_cache_outside_of_pagetile_is_noticed() -> None:
