@@ -102,7 +102,7 @@ class PagedKVCache:
         self.block_size = block_size
         self.dtype = dtype
         self.device = torch.device(device)
-        self.layout = layout
+        self.layout: Literal["NHD", "HND"] = layout
         self.pin_memory = pin_memory
         if num_blocks == "auto":
             self.num_blocks = self.geometry.plan(budget(memory, self.device), expected_len)

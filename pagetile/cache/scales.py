@@ -80,7 +80,7 @@ class CacheScales:
         """A digest of kind and values: bytes stored under other scales mean other numbers."""
         found = hashlib.sha256(self.kind.encode())
         for name, layer, scale in self.items():
-            found.update(f"{name}{layer}{list(scale.shape)}".encode() + scale.cpu().numpy().tobytes())
+            found.update(f"{name}{layer} of {scale.numel()}".encode() + scale.cpu().numpy().tobytes())
         return found.hexdigest()[:16]
 
     def save(self, path: str | os.PathLike) -> None:
