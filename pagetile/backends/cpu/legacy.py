@@ -104,11 +104,12 @@ def attend_xpacked(call: AttendCall) -> None:
         states = (torch.empty(shape), torch.empty(shape), torch.empty(*shape, call.problem.head_size_v))
     _put_states(block, states)
     block[K.PARTS] = plan.parts
-    kernel = K.PARTITIONS[call.problem.kind]
+    block[K.SCORE_AT] = K.SCORE[call.problem.kind].address
+    block[K.WEIGH_AT] = K.WEIGH[call.problem.kind].address
     for first in range(0, count, plan.rows):
         here = min(plan.rows, count - first)
         block.put(K.TICKET, 0, 0, first, here)
-        launch(kernel, block.address, min(plan.threads, here * call.problem.num_kv_heads * plan.parts))
+        launch(K.PARTITIONS, block.address, min(plan.threads, here * call.problem.num_kv_heads * plan.parts))
         block.put(K.TICKET, 0, 0)
         launch(K.ADD, block.address, min(plan.threads, here))
     del kept  # alive until here: the block holds only addresses

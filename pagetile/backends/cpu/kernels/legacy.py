@@ -31,22 +31,21 @@ from pagetile.backends.cpu.kernels.elements import (
 from pagetile.backends.cpu.kernels.lanes import TAG_OF
 from pagetile.backends.cpu.kernels.packed_products import (
     LANES,
-    MAX_ROWS,
+    MANY,
     TOKENS,
     add_scaled,
     edit_scores,
     largest_score,
     scale_by,
-    score_four,
+    score_many,
     score_one,
-    score_two,
     turn_to_weights,
-    values_four,
+    values_last,
+    values_many,
     values_one,
-    values_two,
 )
 from pagetile.backends.cpu.kernels.softmax import clear_row
-from pagetile.backends.cpu.kernels.vector import ROW_BYTES, W
+from pagetile.backends.cpu.kernels.vector import ROW_BYTES, W, calls
 from pagetile.backends.verbs import PARTITION_KEYS
 
 (   # slots of the parameter block
@@ -65,16 +64,19 @@ from pagetile.backends.verbs import PARTITION_KEYS
     OUT, OUT_ROW, OUT_HEAD,
     LSE, LSE_ROW, LSE_HEAD,                         # address 0: none
     SINKS, SINKS_HEAD,                              # address 0: none
+    SCORE_AT, WEIGH_AT,                             # addresses of the kernels of this kind of keys
     SCRATCH, SCRATCH_BYTES,                         # a worker's share
     S_QUERY, S_SCORES, S_KEYS, S_PIECES, S_TAILS, S_SUMS,  # offsets in it
     SLOTS,
-) = range(71)  # fmt: skip
+) = range(73)  # fmt: skip
 
 SCORE_BYTES = (PARTITION_KEYS + W + TOKENS) * 4
 """From one row of scores to the next."""
 
 TAG_FLOAT32, TAG_BFLOAT16, TAG_FLOAT16 = TAG_OF["float32"], TAG_OF["bfloat16"], TAG_OF["float16"]
 TAG_FP8_E4M3, TAG_FP8_E5M2, TAG_INT8 = TAG_OF["fp8_e4m3"], TAG_OF["fp8_e5m2"], TAG_OF["int8"]
+call_score, call_weigh = calls(3), calls(4)
+
 _NONE, _ZERO, _ONE = np.float32(-math.inf), np.float32(0), np.float32(1)
 
 
@@ -124,15 +126,13 @@ def _score(block, scratch, count, tag):
     stride = slot_value(block, SIZE) * 4
     row = 0
     while row < group:
-        rows = 4 if group - row >= 4 and MAX_ROWS >= 4 else 2 if group - row >= 2 else 1
+        rows = MANY if group - row >= MANY else 1
         query = scratch + slot_value(block, S_QUERY) + row * stride
         scores = scratch + slot_value(block, S_SCORES) + row * SCORE_BYTES
         for key in range(0, count, TOKENS):
             keys, at = scratch + slot_value(block, S_KEYS) + key * 8, scores + key * 4
-            if rows == 4:
-                score_four(query, stride, keys, packs, step, at, SCORE_BYTES, tag)
-            elif rows == 2:
-                score_two(query, stride, keys, packs, step, at, SCORE_BYTES, tag)
+            if rows == MANY:
+                score_many(query, stride, keys, packs, step, at, SCORE_BYTES, tag)
             else:
                 score_one(query, stride, keys, packs, step, at, SCORE_BYTES, tag)
         for member in range(rows):
@@ -166,15 +166,16 @@ def _weigh(block, scratch, pieces, tails, tag):
     while row < group:
         weights = scratch + slot_value(block, S_SCORES) + row * SCORE_BYTES
         sums = scratch + slot_value(block, S_SUMS) + row * apart
-        if group - row >= 4:
-            values_four(pieces, runs, tails, rest, step, weights, SCORE_BYTES, sums, apart, size, tag)
-            row += 4
-        elif group - row >= 2:
-            values_two(pieces, runs, tails, rest, step, weights, SCORE_BYTES, sums, apart, size, tag)
-            row += 2
+        rows = MANY if group - row >= MANY else 1
+        if rows == MANY:
+            values_many(pieces, runs, tails, rest, step, weights, SCORE_BYTES, sums, apart, size, tag)
         else:
             values_one(pieces, runs, tails, rest, step, weights, SCORE_BYTES, sums, apart, size, tag)
-            row += 1
+        if size & 1:
+            for member in range(rows):
+                here, own = sums + member * apart, weights + member * SCORE_BYTES
+                values_last(pieces, runs, tails, rest, step, own, here, size, tag)
+        row += rows
 
 
 @inlined
@@ -199,7 +200,7 @@ def _put_state(block, row, head, part, most, total, sums):
 
 
 @inlined
-def _run_task(block, scratch, index, head, part, tag):
+def _run_task(block, scratch, index, head, part):
     row = slot_value(block, FIRST) + index
     group, vectors = slot_value(block, GROUP), vectors_of(slot_value(block, SIZE_V))
     low = max(get_i64(slot_value(block, LOW) + row * 8), part * PARTITION_KEYS)
@@ -213,7 +214,7 @@ def _run_task(block, scratch, index, head, part, tag):
     seq, count = get_i64(slot_value(block, SEQ) + row * 8), high - low
     pieces, tails = _fill_keys(block, scratch, seq, head, low, high)
     _read_queries(block, scratch, row, head)
-    _score(block, scratch, count, tag)
+    call_score(slot_value(block, SCORE_AT), block, scratch, count)
     distance = np.float32(low - get_i64(slot_value(block, POSITION) + row * 8))
     k_scale = get_f32(
         slot_value(block, K_SCALE) + seq * slot_value(block, K_SCALE_SEQ) + head * slot_value(block, K_SCALE_HEAD)
@@ -231,7 +232,7 @@ def _run_task(block, scratch, index, head, part, tag):
         most = largest_score(scores, vectors_of(count))
         put_f32(states + member * 8, most)
         put_f32(states + member * 8 + 4, turn_to_weights(scores, vectors_of(count), most))
-    _weigh(block, scratch, pieces, tails, tag)
+    call_weigh(slot_value(block, WEIGH_AT), block, scratch, pieces, tails)
     for member in range(group):
         most, total = get_f32(states + member * 8), get_f32(states + member * 8 + 4)
         here = sums + member * vectors * ROW_BYTES
@@ -239,8 +240,8 @@ def _run_task(block, scratch, index, head, part, tag):
         _put_state(block, index, head * group + member, part, most, total, here)
 
 
-@inlined
-def _run_all(block, tag):
+def partition_tasks(block):
+    """States of partitions, whatever kind of keys: what depends on that is called by address."""
     worker = take_ticket(block + WORKER * 8)
     scratch = slot_value(block, SCRATCH) + worker * slot_value(block, SCRATCH_BYTES)
     heads, parts = slot_value(block, HEADS), slot_value(block, PARTS)
@@ -250,37 +251,67 @@ def _run_all(block, tag):
         if task >= tasks:
             break
         rest = task // parts
-        _run_task(block, scratch, rest // heads, rest % heads, task % parts, tag)
+        _run_task(block, scratch, rest // heads, rest % heads, task % parts)
 
 
-def partitions_float32(block):
-    """States of partitions of float32 keys."""
-    _run_all(block, TAG_FLOAT32)
+def score_float32(block, scratch, count):
+    """Raw scores of ``count`` float32 keys."""
+    _score(block, scratch, count, TAG_FLOAT32)
 
 
-def partitions_bfloat16(block):
-    """States of partitions of bfloat16 keys."""
-    _run_all(block, TAG_BFLOAT16)
+def weigh_float32(block, scratch, pieces, tails):
+    """Weighted float32 values: ``pieces`` runs of neighbours, and ``tails`` single ones."""
+    _weigh(block, scratch, pieces, tails, TAG_FLOAT32)
 
 
-def partitions_float16(block):
-    """States of partitions of float16 keys."""
-    _run_all(block, TAG_FLOAT16)
+def score_bfloat16(block, scratch, count):
+    """Raw scores of ``count`` bfloat16 keys."""
+    _score(block, scratch, count, TAG_BFLOAT16)
 
 
-def partitions_fp8_e4m3(block):
-    """States of partitions of fp8_e4m3 keys."""
-    _run_all(block, TAG_FP8_E4M3)
+def weigh_bfloat16(block, scratch, pieces, tails):
+    """Weighted bfloat16 values: ``pieces`` runs of neighbours, and ``tails`` single ones."""
+    _weigh(block, scratch, pieces, tails, TAG_BFLOAT16)
 
 
-def partitions_fp8_e5m2(block):
-    """States of partitions of fp8_e5m2 keys."""
-    _run_all(block, TAG_FP8_E5M2)
+def score_float16(block, scratch, count):
+    """Raw scores of ``count`` float16 keys."""
+    _score(block, scratch, count, TAG_FLOAT16)
 
 
-def partitions_int8(block):
-    """States of partitions of int8 keys."""
-    _run_all(block, TAG_INT8)
+def weigh_float16(block, scratch, pieces, tails):
+    """Weighted float16 values: ``pieces`` runs of neighbours, and ``tails`` single ones."""
+    _weigh(block, scratch, pieces, tails, TAG_FLOAT16)
+
+
+def score_fp8_e4m3(block, scratch, count):
+    """Raw scores of ``count`` fp8_e4m3 keys."""
+    _score(block, scratch, count, TAG_FP8_E4M3)
+
+
+def weigh_fp8_e4m3(block, scratch, pieces, tails):
+    """Weighted fp8_e4m3 values: ``pieces`` runs of neighbours, and ``tails`` single ones."""
+    _weigh(block, scratch, pieces, tails, TAG_FP8_E4M3)
+
+
+def score_fp8_e5m2(block, scratch, count):
+    """Raw scores of ``count`` fp8_e5m2 keys."""
+    _score(block, scratch, count, TAG_FP8_E5M2)
+
+
+def weigh_fp8_e5m2(block, scratch, pieces, tails):
+    """Weighted fp8_e5m2 values: ``pieces`` runs of neighbours, and ``tails`` single ones."""
+    _weigh(block, scratch, pieces, tails, TAG_FP8_E5M2)
+
+
+def score_int8(block, scratch, count):
+    """Raw scores of ``count`` int8 keys."""
+    _score(block, scratch, count, TAG_INT8)
+
+
+def weigh_int8(block, scratch, pieces, tails):
+    """Weighted int8 values: ``pieces`` runs of neighbours, and ``tails`` single ones."""
+    _weigh(block, scratch, pieces, tails, TAG_INT8)
 
 
 @inlined
@@ -336,12 +367,21 @@ def add_partitions(block):
             _add_row(block, scratch, row, head)
 
 
-PARTITIONS = {
-    "float32": Kernel(partitions_float32),
-    "bfloat16": Kernel(partitions_bfloat16),
-    "float16": Kernel(partitions_float16),
-    "fp8_e4m3": Kernel(partitions_fp8_e4m3),
-    "fp8_e5m2": Kernel(partitions_fp8_e5m2),
-    "int8": Kernel(partitions_int8),
+PARTITIONS = Kernel(partition_tasks)
+SCORE = {
+    "float32": Kernel(score_float32),
+    "bfloat16": Kernel(score_bfloat16),
+    "float16": Kernel(score_float16),
+    "fp8_e4m3": Kernel(score_fp8_e4m3),
+    "fp8_e5m2": Kernel(score_fp8_e5m2),
+    "int8": Kernel(score_int8),
+}
+WEIGH = {
+    "float32": Kernel(weigh_float32),
+    "bfloat16": Kernel(weigh_bfloat16),
+    "float16": Kernel(weigh_float16),
+    "fp8_e4m3": Kernel(weigh_fp8_e4m3),
+    "fp8_e5m2": Kernel(weigh_fp8_e5m2),
+    "int8": Kernel(weigh_int8),
 }
 ADD = Kernel(add_partitions)

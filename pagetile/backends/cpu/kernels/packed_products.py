@@ -38,8 +38,9 @@ TOKENS = 4
 LANES = 8
 """Neighbouring keys of a block whose values are added together; the smallest block of the original ops."""
 
-MAX_ROWS = 4 if W >= 16 else 2
-"""Query rows that share the loads of keys, by the registers there are."""
+MANY = 4 if W >= 16 else 2
+"""Query rows that share the loads of keys and values, by the registers there are; what is left of a group goes alone.
+Each further number of rows would be one more copy of every loop to compile."""
 
 _PACK_BYTES = 16
 _MAGIC = 12582912.0
@@ -97,7 +98,7 @@ def _make_score(rows):
     return score_keys
 
 
-score_one, score_two, score_four = (_make_score(rows) for rows in (1, 2, 4))
+score_one, score_many = _make_score(1), _make_score(MANY)
 
 
 def _add_values(b, kind, rows, channels, pieces, values, tails, tail_values, step, weights, apart, sums, sum_apart, d):
@@ -134,24 +135,26 @@ def _sum_of(b, x):
 def _make_values(rows):
     @emits_of_kind(types.void, *[A] * 10)
     def weigh_values(b, kind, pieces, values, tails, tail_values, step, weights, apart, sums, sum_apart, size):
-        pairs = b.sdiv(size, ir.Constant(i64, 2))
         shared = (pieces, values, tails, tail_values, step, weights, apart, sums, sum_apart)
 
         def two(i, _):
             _add_values(b, kind, rows, 2, *shared, b.mul(i, ir.Constant(i64, 2)))
             return []
 
-        def one(i, _):
-            _add_values(b, kind, rows, 1, *shared, b.add(b.mul(pairs, ir.Constant(i64, 2)), i))
-            return []
-
-        counted(b, pairs, [], two)
-        counted(b, b.and_(size, ir.Constant(i64, 1)), [], one)
+        counted(b, b.sdiv(size, ir.Constant(i64, 2)), [], two)
 
     return weigh_values
 
 
-values_one, values_two, values_four = (_make_values(rows) for rows in (1, 2, 4))
+values_one, values_many = _make_values(1), _make_values(MANY)
+"""All channels but the last one of an odd number."""
+
+
+@emits_of_kind(types.void, *[A] * 8)
+def values_last(b, kind, pieces, values, tails, tail_values, step, weights, sums, size):
+    """The last channel, of one row."""
+    none, last = ir.Constant(i64, 0), b.sub(size, ir.Constant(i64, 1))
+    _add_values(b, kind, 1, 1, pieces, values, tails, tail_values, step, weights, none, sums, none, last)
 
 
 @emits(types.void, A, A, types.float32, types.float32, types.float32)
