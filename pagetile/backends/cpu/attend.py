@@ -9,25 +9,31 @@ import functools
 import math
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.faults import attend_fault, wide_index
+from pagetile.backends.cpu.isa import host_isa
 from pagetile.backends.cpu.kernels.address import ADDRESS_BYTES
 from pagetile.backends.cpu.kernels.attend import ATTEND
+from pagetile.backends.cpu.kernels.pairs import WEIGHT_BYTES
 from pagetile.backends.cpu.kernels.prepare import BUCKETS, PREPARE
 from pagetile.backends.cpu.kernels.score import SCORE, SCORE_BYTES
 from pagetile.backends.cpu.kernels.value import ADD
 from pagetile.backends.cpu.kernels.vector import W
 from pagetile.backends.cpu.kernels.weigh import WEIGH
 from pagetile.backends.cpu.launch import available_threads, launch
-from pagetile.backends.cpu.scratch import MEMORY
+from pagetile.backends.cpu.scratch import MEMORY, Memory
 from pagetile.backends.cpu.tuning import CHUNK, ROW_LIMIT, SCORE_PAD, AttendPlan, plan_attend
 from pagetile.backends.protocol import AttendCall
 from pagetile.contracts.errors import ArgumentError, DTypeError
 from pagetile.contracts.problem import AttendProblem
+
+SMALLER = 40.0
+"""Weights are 2**-40 as large where sums overflowed: the sum over 2**40 keys does not."""
 
 _FAR = 1 << 40  # a window wider than any sequence
 _NEEDED = "paged keys (k of 4 axes) need block_table and seq_lens, ragged ones (3 axes) need key_start_loc"
@@ -49,28 +55,33 @@ def attend(call: AttendCall) -> None:
     if not call.q.shape[1]:
         return
     threads = available_threads()
-    layout = _layout(call.problem, threads, _near_heads(call.k))
+    form = _form(call, threads)
     memory = MEMORY
     block = memory.integers
-    block[P.ERROR] = 0
+    block[P.A_FIXED : P.ATTEND_SLOTS] = form.slots
     _put_tensors(block, call)
-    _put_numbers(block, memory.floats, call)
-    scratch = _put_scratch(block, call, layout, threads)
+    scratch = _put_scratch(block, call, form.layout, threads)
     PREPARE(memory.address)
     if block[P.ERROR]:
         raise attend_fault(call, *(block[slot] for slot in (P.ERROR, P.ERROR_ROW, P.ERROR_COLUMN, P.ERROR_VALUE)))
+    _run(memory, threads)
+    if block[P.A_BAD]:  # sums that overflowed, or NaN: once more, for those rows, with smaller weights
+        memory.floats[P.A_BIAS_F] = SMALLER
+        _run(memory, threads)
+    del scratch  # kept alive until here: the block holds only its address
+
+
+def _run(memory: Memory, threads: int) -> None:
+    """All tasks, then the sums of split ones."""
+    block = memory.integers
     tasks, groups = block[P.A_NUM_TASKS], block[P.A_NUM_GROUPS]
     if tasks:
         block[P.A_TICKET] = block[P.A_WORKER] = block[P.A_PHASE] = 0
-        block[P.A_SCORE] = SCORE[call.problem.kind].address
-        block[P.A_WEIGH] = WEIGH.address
-        block[P.A_ADD] = ADD[call.problem.kind].address
         launch(ATTEND, memory.address, min(threads, tasks))
     if groups:
         block[P.A_TICKET] = block[P.A_WORKER] = 0
         block[P.A_PHASE] = 1
         launch(ATTEND, memory.address, min(threads, groups))
-    del scratch  # kept alive until here: the block holds only its address
 
 
 def scratch_bytes(call: AttendCall) -> int:
@@ -100,67 +111,28 @@ def _float32(name: str, tensor: Tensor) -> int:
 
 
 def _put_tensors(block, call: AttendCall) -> None:
-    q, k, v, out = call.q, call.k, call.v, call.out
-    size = q.element_size()
-    paged = k.dim() == 4
-    row, head, _ = q.stride()
-    block[P.A_Q] = q.data_ptr()
-    block[P.A_Q_ROW] = row * size
-    block[P.A_Q_HEAD] = head * size
-    row, head, _ = out.stride()
-    block[P.A_OUT] = out.data_ptr()
-    block[P.A_OUT_ROW] = row * size
-    block[P.A_OUT_HEAD] = head * size
-    *home, token, head, _ = k.stride()
-    block[P.A_K] = k.data_ptr()
-    block[P.A_K_BLOCK] = home[0] * size if paged else 0
-    block[P.A_K_TOKEN] = token * size
-    block[P.A_K_HEAD] = head * size
-    block[P.A_K_BYTES] = k.shape[-1] * size
-    *home, token, head, _ = v.stride()
-    block[P.A_V] = v.data_ptr()
-    block[P.A_V_BLOCK] = home[0] * size if paged else 0
-    block[P.A_V_TOKEN] = token * size
-    block[P.A_V_HEAD] = head * size
-    block[P.A_V_BYTES] = v.shape[-1] * size
-    block[P.A_LSE] = 0
+    """Addresses, and what may change from call to call."""
+    block[P.A_Q] = call.q.data_ptr()
+    block[P.A_K] = call.k.data_ptr()
+    block[P.A_V] = call.v.data_ptr()
+    block[P.A_OUT] = call.out.data_ptr()
+    block[P.A_QUERY_LOC] = _int32("query_start_loc", call.query_start_loc)
+    if block[P.A_BLOCK_SIZE]:
+        table = call.block_table
+        if table is None:
+            raise ArgumentError(f"block_table is missing; {_NEEDED}")
+        block[P.A_SEQ_LENS] = _int32("seq_lens", call.seq_lens)
+        block[P.A_TABLE] = table.data_ptr()
+        block[P.A_TABLE_WIDE] = wide = wide_index("block_table", table)
+        block[P.A_TABLE_ROW] = table.stride(0) * (8 if wide else 4)
+        block[P.A_TABLE_WIDTH] = table.shape[1]
+    else:
+        block[P.A_KEY_LOC] = _int32("key_start_loc", call.key_start_loc)
     if call.lse is not None:
         head, row = call.lse.stride()
         block[P.A_LSE] = _float32("lse", call.lse)
         block[P.A_LSE_HEAD] = head * 4
         block[P.A_LSE_ROW] = row * 4
-    block[P.A_QUERY_LOC] = _int32("query_start_loc", call.query_start_loc)
-    block[P.A_NUM_SEQS] = call.query_start_loc.shape[0] - 1
-    if paged:
-        table = call.block_table
-        if table is None:
-            raise ArgumentError(f"block_table is missing; {_NEEDED}")
-        block[P.A_SEQ_LENS] = _int32("seq_lens", call.seq_lens)
-        block[P.A_KEY_LOC] = 0
-        block[P.A_TABLE] = table.data_ptr()
-        block[P.A_TABLE_ROW] = table.stride(0) * table.element_size()
-        block[P.A_TABLE_WIDE] = wide_index("block_table", table)
-        block[P.A_TABLE_WIDTH] = table.shape[1]
-        block[P.A_BLOCK_SIZE] = k.shape[1]
-        block[P.A_NUM_BLOCKS] = min(k.shape[0], v.shape[0])
-    else:
-        block[P.A_KEY_LOC] = _int32("key_start_loc", call.key_start_loc)
-        block[P.A_BLOCK_SIZE] = 0
-        block[P.A_NUM_BLOCKS] = min(k.shape[0], v.shape[0])
-
-
-def _put_numbers(block, floats, call: AttendCall) -> None:
-    (left, right), cap, scale = call.window, call.softcap, call.scale
-    block[P.A_NUM_ROWS] = call.q.shape[0]
-    block[P.A_LEFT] = min(left, _FAR)
-    block[P.A_RIGHT] = min(right, _FAR)
-    floats[P.A_SCALE_F] = scale
-    floats[P.A_CAP_F] = cap
-    block[P.A_EDITS] = bool(cap) or scale < 0 or call.alibi_slopes is not None
-    floats[P.A_INNER_F] = scale / cap if cap else 0.0
-    floats[P.A_NATURAL_F] = natural = 1.0 if cap or call.alibi_slopes is not None else abs(scale)
-    floats[P.A_UNIT_F] = natural * math.log2(math.e)
-    block[P.A_KEY_STARTS] = block[P.A_SLOPES] = block[P.A_SINKS] = 0
     if call.key_starts is not None:
         block[P.A_KEY_STARTS] = _int32("key_starts", call.key_starts)
     if call.alibi_slopes is not None:
@@ -189,14 +161,116 @@ class _Layout:
     fixed: array
 
 
+class _Form(NamedTuple):
+    """A parameter block with all that does not change between calls of the same shapes.
+
+    Attributes:
+        problem: kept, so that its identity stays its own.
+        facts: what else the slots were made from.
+        slots: from ``A_FIXED`` to the end; addresses are 0.
+    """
+
+    problem: AttendProblem
+    facts: tuple
+    layout: _Layout
+    slots: array
+
+
+_FORMS: dict[int, _Form] = {}
+_MAX_FORMS = 1024
+
+
+def _form(call: AttendCall, threads: int) -> _Form:
+    """The form of a call: looked up by the identity of its problem, then held to everything else it depends on."""
+    q, k, v, problem = call.q, call.k, call.v, call.problem
+    facts = (
+        threads,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        call.out.stride(),
+        k.shape,
+        v.shape,
+        q.shape,
+        call.query_start_loc.shape,
+        call.scale,
+        call.softcap,
+        call.window,
+        call.alibi_slopes is None,
+    )
+    form = _FORMS.get(id(problem))
+    if form is None or form.problem is not problem or form.facts != facts:
+        while len(_FORMS) >= _MAX_FORMS:
+            _FORMS.pop(next(iter(_FORMS)), None)
+        form = _FORMS[id(problem)] = _make_form(call, threads, facts)
+    return form
+
+
+def _make_form(call: AttendCall, threads: int, facts: tuple) -> _Form:
+    layout = _layout(call.problem, threads, _near_heads(call.k))
+    memory = array("q", bytes(8 * P.ATTEND_SLOTS))
+    integers = memoryview(memory)
+    floats = integers.cast("B").cast("d")
+    kind = call.problem.kind
+    integers[P.A_SCORE], integers[P.A_WEIGH], integers[P.A_ADD] = (
+        kernels[kind].address for kernels in (SCORE, WEIGH, ADD)
+    )
+    integers[P.A_HEADS : P.ATTEND_SLOTS] = layout.fixed
+    _put_strides(integers, call)
+    _put_numbers(integers, floats, call)
+    return _Form(call.problem, facts, layout, memory[P.A_FIXED :])
+
+
+def _put_strides(block, call: AttendCall) -> None:
+    q, k, v, out = call.q, call.k, call.v, call.out
+    size = q.element_size()
+    paged = k.dim() == 4
+    row, head, _ = q.stride()
+    block[P.A_Q_ROW] = row * size
+    block[P.A_Q_HEAD] = head * size
+    row, head, _ = out.stride()
+    block[P.A_OUT_ROW] = row * size
+    block[P.A_OUT_HEAD] = head * size
+    *home, token, head, _ = k.stride()
+    block[P.A_K_BLOCK] = home[0] * size if paged else 0
+    block[P.A_K_TOKEN] = token * size
+    block[P.A_K_HEAD] = head * size
+    block[P.A_K_BYTES] = k.shape[-1] * size
+    *home, token, head, _ = v.stride()
+    block[P.A_V_BLOCK] = home[0] * size if paged else 0
+    block[P.A_V_TOKEN] = token * size
+    block[P.A_V_HEAD] = head * size
+    block[P.A_V_BYTES] = v.shape[-1] * size
+    block[P.A_BLOCK_SIZE] = k.shape[1] if paged else 0
+    block[P.A_NUM_BLOCKS] = min(k.shape[0], v.shape[0])
+    block[P.A_NUM_ROWS] = q.shape[0]
+    block[P.A_NUM_SEQS] = call.query_start_loc.shape[0] - 1
+
+
+def _put_numbers(block, floats, call: AttendCall) -> None:
+    (left, right), cap, scale = call.window, call.softcap, call.scale
+    block[P.A_LEFT] = min(left, _FAR)
+    block[P.A_RIGHT] = min(right, _FAR)
+    floats[P.A_SCALE_F] = scale
+    floats[P.A_CAP_F] = cap
+    block[P.A_EDITS] = bool(cap) or scale < 0 or call.alibi_slopes is not None
+    floats[P.A_INNER_F] = scale / cap if cap else 0.0
+    floats[P.A_NATURAL_F] = natural = 1.0 if cap or call.alibi_slopes is not None else abs(scale)
+    floats[P.A_UNIT_F] = natural * math.log2(math.e)
+
+
 @functools.lru_cache(maxsize=256)
 def _layout(problem: AttendProblem, threads: int, near_heads: int) -> _Layout:
     plan = plan_attend(problem, threads, near_heads)
     size, size_v = -(-problem.head_size // W) * W * 4, -(-problem.head_size_v // W) * W * 4
-    rows, stride = plan.rows, max(size, size_v)
+    rows, stride = plan.rows, -(-max(problem.head_size, problem.head_size_v) // 32) * 32 * 4
+    dot = bool(host_isa().dot) and problem.kind == "bfloat16"
+    block, block_v = -(-problem.head_size // 32), -(-problem.head_size_v // 32)
+    if dot:
+        size_v = block_v * 128
     parts = {
         P.A_S_QUERY: rows * size,
-        P.A_S_SCORE: rows * SCORE_BYTES,
+        P.A_S_SCORE: (rows + 3) * SCORE_BYTES,
         P.A_S_CHUNK: rows * size_v,
         P.A_S_KEEP: rows * 4,
         P.A_S_STATE: rows * (size_v + 8),
@@ -206,6 +280,13 @@ def _layout(problem: AttendProblem, threads: int, near_heads: int) -> _Layout:
         P.A_S_STAGE: (CHUNK + SCORE_PAD) * stride,
         P.A_S_SADDR: ADDRESS_BYTES,
         P.A_S_RANGE: rows * 16,
+        P.A_S_PACKED: rows * block * 64 if dot else 0,
+        P.A_S_WEIGHT: rows * WEIGHT_BYTES if dot else 0,
+        P.A_S_TILES: 64,
+        P.A_S_ALONE: 16 * size_v,
+        P.A_S_ZEROS: size_v,
+        P.A_S_TURN: 2048,
+        P.A_S_TURNED: plan.task_heads * block * 2048 if dot else 0,
     }
     values, worker = {}, 0
     for slot, part in parts.items():
@@ -228,6 +309,8 @@ def _layout(problem: AttendProblem, threads: int, near_heads: int) -> _Layout:
         P.A_DIRECT_V: problem.head_size_v % W == 0,
         P.A_SCRATCH_BYTES: worker,
         P.A_STAGE_STRIDE: stride,
+        P.A_SUM_VECTORS: size_v // 4 // W,
+        P.A_DOT: dot,
     }
     tasks = plan.max_tasks * (2 * P.TASK_BYTES + 16) + (BUCKETS + 1) * 8
     total = 64 + threads * worker + tasks + plan.max_partial_rows * (size_v + 8)
@@ -244,7 +327,6 @@ def _put_scratch(block, call: AttendCall, layout: _Layout, threads: int) -> Tens
             f"workspace has {scratch.numel() * scratch.element_size()} bytes (strides {scratch.stride()}); this call "
             f"needs {layout.total} contiguous bytes. Pass a larger one, or None"
         )
-    block[P.A_HEADS : P.ATTEND_SLOTS] = layout.fixed
     tasks = layout.plan.max_tasks
     block[P.A_SCRATCH] = base = -(-scratch.data_ptr() // 64) * 64
     block[P.A_TASKS] = base = base + threads * layout.worker

@@ -17,6 +17,7 @@ ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
     A_NUM_SEQS, A_NUM_ROWS,                         # B, T
     A_SCALE_F, A_INNER_F,                           # scale; scale / softcap
     A_NATURAL_F, A_UNIT_F,                          # what turns scores into natural units, and into base 2
+    A_BIAS_F, A_BAD,                                # weights are 2**-bias as large; some row came out not finite
     A_SCORE, A_WEIGH, A_ADD,                        # addresses of kernels: score_* and add_* of the dtype of K and V
     A_PHASE,                                        # 0: attend, 1: add up the states of split tasks
     A_Q, A_Q_ROW, A_Q_HEAD,
@@ -43,9 +44,14 @@ ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
     A_SCRATCH_BYTES,                                # a worker's share
     A_S_QUERY, A_S_SCORE, A_S_CHUNK, A_S_KEEP, A_S_STATE, A_S_TOTAL,  # offsets in it
     A_S_KADDR, A_S_VADDR, A_S_STAGE, A_S_SADDR, A_S_RANGE,
+    A_S_PACKED, A_S_WEIGHT, A_S_TILES, A_S_ALONE, A_S_ZEROS, A_S_TURN, A_S_TURNED,
     A_STAGE_STRIDE,
-) = range(4, 90)
-ATTEND_SLOTS = 90
+    A_SUM_VECTORS,                                  # of a row of sums
+    A_DOT,                                          # queries and weights are packed bfloat16
+) = range(4, 101)
+ATTEND_SLOTS = 101
+A_FIXED = ERROR
+"""From here to the end a block is first filled as it was for the last call of the same shapes."""
 
 (   # write
     W_TICKET,

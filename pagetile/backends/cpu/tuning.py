@@ -19,8 +19,8 @@ SEGMENT = 1024
 """Keys between two restarts of a row's state, and the smallest piece that a split can take: 1024 keys of one head
 are 0.5 MB of bf16 K and V, enough to pay for the few microseconds of a task."""
 
-SCORE_PAD = 16
-"""Floats after a row of scores: the last register block of a row may write that far."""
+SCORE_PAD = 32
+"""Floats after a row of scores: the last tile of keys of a row may write that far."""
 
 ROW_LIMIT = 64
 """Rows (tokens x group) of a task. Queries, scores and accumulators of 64 rows fit the L2 cache at any head size up
@@ -51,6 +51,10 @@ tasks enough without splits."""
 
 WRITE_SERIAL_BYTES = 128 << 10
 """Below this, one thread: waking a second costs more than the copy (64 KiB copy in about 3 microseconds)."""
+
+WRITE_STREAM_BYTES = 4 << 20
+"""From here on, stores go past the caches: the copy is as large as an L2 cache, and memory need not be read before it
+is written. Below, the next attention finds the new tokens in cache."""
 
 WRITE_CHUNK_BYTES = 64 << 10
 """Bytes a ticket of a parallel write."""
@@ -107,7 +111,8 @@ def plan_attend(problem: AttendProblem, threads: int, near_heads: int) -> Attend
     tiles = -(-problem.num_tokens // tile_tokens) + problem.num_seqs
     wanted = TASKS_A_THREAD * threads
     task_heads, why_heads = _task_heads(problem, near_heads, wanted, segments)
-    splits, why_splits = problem.num_splits, f"{problem.num_splits}, as asked"
+    splits = min(problem.num_splits, segments)
+    why_splits = f"{splits}: {problem.num_splits} as asked, of at most {segments} segments"
     if splits <= 0:
         short = problem.max_q_len <= tile_tokens
         tasks = (problem.num_seqs if short else tiles) * -(-heads // task_heads)
@@ -157,6 +162,7 @@ class WritePlan:
         k_bytes, v_bytes: bytes of a span.
         threads: that take part.
         chunk: rows a ticket.
+        stream: stores go past the caches.
         why: the choices and their reasons.
     """
 
@@ -166,6 +172,7 @@ class WritePlan:
     v_bytes: int
     threads: int
     chunk: int
+    stream: bool = False
     why: tuple[tuple[str, str], ...] = ()
 
     __str__ = _print
@@ -196,7 +203,13 @@ def plan_write(problem: WriteProblem, threads: int, itemsize: int, k_joined: boo
         v_bytes=heads * v_head if v_joined else v_head,
         threads=threads,
         chunk=max(1, WRITE_CHUNK_BYTES // max(1, row)),
-        why=(("threads", why), ("k_spans", _why_spans(k_joined)), ("v_spans", _why_spans(v_joined))),
+        stream=total >= WRITE_STREAM_BYTES,
+        why=(
+            ("threads", why),
+            ("k_spans", _why_spans(k_joined)),
+            ("v_spans", _why_spans(v_joined)),
+            ("stream", f"{total} bytes, past the caches from {WRITE_STREAM_BYTES} on"),
+        ),
     )
 
 

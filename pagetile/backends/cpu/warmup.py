@@ -30,17 +30,18 @@ def warmup() -> list[Compiled]:
     from pagetile.backends.cpu.kernels.score import SCORE
     from pagetile.backends.cpu.kernels.value import ADD
     from pagetile.backends.cpu.kernels.weigh import WEIGH
-    from pagetile.backends.cpu.kernels.write import CHECK, CHUNKS, SERIAL
+    from pagetile.backends.cpu.kernels.write import CHECK, CHUNKS, SERIAL, STREAMS
 
     kernels = [
         SERIAL,
         CHECK,
         CHUNKS,
+        STREAMS,
         QUANTISE_SERIAL,
         QUANTISE_CHUNKS,
         PREPARE,
         ATTEND,
-        WEIGH,
+        *dict.fromkeys(WEIGH.values()),
         *SCORE.values(),
         *ADD.values(),
         MERGE,

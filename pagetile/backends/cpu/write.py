@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.faults import slot_fault, wide_index
-from pagetile.backends.cpu.kernels.write import CHECK, CHUNKS, SERIAL
+from pagetile.backends.cpu.kernels.write import CHECK, CHUNKS, SERIAL, STREAMS
 from pagetile.backends.cpu.launch import available_threads, launch
 from pagetile.backends.cpu.scratch import MEMORY
 from pagetile.backends.cpu.tuning import WritePlan, plan_write
@@ -72,14 +72,14 @@ def write(call: WriteCall) -> None:
     block[P.W_V_BYTES] = plan.v_bytes
 
     threads = min(plan.threads, -(-count // plan.chunk))
-    if threads <= 1:
+    if threads <= 1 and not plan.stream:
         SERIAL(memory.address)
     else:
         CHECK(memory.address)
     if block[P.ERROR]:
         raise slot_fault(call, block[P.ERROR_ROW], block[P.ERROR_VALUE])
-    if threads > 1:
-        launch(CHUNKS, memory.address, threads)
+    if threads > 1 or plan.stream:
+        launch(STREAMS if plan.stream else CHUNKS, memory.address, threads)
 
 
 def _joined(source_head: int, cache_head: int, heads: int, size: int) -> bool:

@@ -49,7 +49,7 @@ def test_splits_change_nothing(backend, splits: int, q_len: int) -> None:
     whole = run(backend, make(1))
     torch.set_num_threads(2)
     split = make(splits)
-    assert backend.plan(split).splits == splits
+    assert backend.plan(split).splits == min(splits, 5)  # segments of the longest sequence
     run(backend, split)
     assert same(whole.out, split.out)
     assert same(whole.lse, split.lse)

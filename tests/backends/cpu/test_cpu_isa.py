@@ -10,6 +10,7 @@ from pagetile.contracts.errors import ArgumentError
 
 AVX2 = {"avx2": True, "fma": True, "f16c": True}
 AVX512 = {**AVX2, "avx512f": True, "avx512bw": True, "avx512vl": True}
+AMX = {**AVX512, "avx512bf16": True, "amx-tile": True, "amx-bf16": True}
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,12 @@ AVX512 = {**AVX2, "avx512f": True, "avx512bw": True, "avx512vl": True}
         ({"avx2": True}, None, "generic", 4),
         ({"neon": True}, None, "generic", 4),
         ({}, None, "generic", 4),
+        ({**AVX512, "avx512bf16": True}, None, "avx512bf16", 16),
+        (AMX, None, "amx", 16),
+        ({**AMX, "avx512bf16": False}, None, "avx512", 16),
+        ({**AMX, "amx-bf16": False}, None, "avx512bf16", 16),
         (AVX512, "avx2", "avx2", 8),
+        (AMX, "avx2", "avx2", 8),
         (AVX512, "generic", "generic", 4),
     ],
 )
@@ -32,12 +38,19 @@ def test_choice(features: dict[str, bool], forced: str | None, name: str, width:
     if isa.features is not None:
         assert "-avx512f" in isa.features
         assert "+avx512" not in isa.features
+        assert "+amx" not in isa.features
+
+
+@pytest.mark.parametrize(("forced", "dot"), [("amx", "amx"), ("avx512bf16", "bf16"), ("avx512", "")])
+def test_products_are_chosen_by_name_and_vectors_stay(forced: str, dot: str) -> None:
+    isa = choose_isa(AMX, forced)
+    assert (isa.name, isa.width, isa.dot, isa.features) == (forced, 16, dot, None)
 
 
 def test_refusals() -> None:
     with pytest.raises(ArgumentError, match="avx512f"):
         choose_isa(AVX2, "avx512")
-    with pytest.raises(ArgumentError, match="must be one of avx512, avx2, generic"):
+    with pytest.raises(ArgumentError, match="must be one of amx, avx512bf16, avx512, avx2, generic"):
         choose_isa(AVX2, "sse9")
 
 
@@ -46,7 +59,7 @@ import re, torch
 from cpu_kit import attend_call, truth
 from pagetile.backends.cpu import CpuBackend
 from pagetile.backends.cpu.kernels import attend, prepare, score, value, weigh
-kernels = [prepare.PREPARE, attend.ATTEND, weigh.WEIGH, score.SCORE["float32"], value.ADD["float32"]]
+kernels = [prepare.PREPARE, attend.ATTEND, weigh.WEIGH["float32"], score.SCORE["float32"], value.ADD["float32"]]
 text = "".join(kernel.assembly() for kernel in kernels)
 for pattern in ("zmm", "[xy]mm(?:1[6-9]|[23][0-9])", "vfmadd"):
     print(len(re.findall(pattern, text)))
@@ -75,7 +88,7 @@ def test_generic_is_right(tmp_path) -> None:
 
 
 def test_avx512_is_used_where_it_is(tmp_path) -> None:
-    if host_isa().name != "avx512":
+    if host_isa().width != 16:
         pytest.skip("this CPU has no AVX-512")
     code = """
 from pagetile.backends.cpu.kernels.score import SCORE
@@ -85,7 +98,7 @@ print(SCORE["float32"].assembly().count("zmm"))
 
 
 def test_a_choice_that_comes_too_late_is_said(tmp_path) -> None:
-    if host_isa().name != "avx512":
+    if host_isa().width != 16:
         pytest.skip("nothing can come too late here")
     code = """
 import numba

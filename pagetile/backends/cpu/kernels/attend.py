@@ -34,7 +34,8 @@ from pagetile.backends.cpu.kernels.elements import (
     vectors_of,
 )
 from pagetile.backends.cpu.kernels.finish import finish_rows, seen_in
-from pagetile.backends.cpu.kernels.softmax import add_state, clear_row, mix_rows
+from pagetile.backends.cpu.kernels.pairs import may_score_in_place, packed_bytes, turn_queries
+from pagetile.backends.cpu.kernels.softmax import add_state, clear_row, mix_rows, pack_row
 from pagetile.backends.cpu.kernels.vector import ROW_BYTES, calls
 from pagetile.backends.cpu.tuning import CHUNK, SCORE_PAD, SEGMENT
 
@@ -50,13 +51,20 @@ def _read_queries(block, scratch, task):
     start, _ = query_span(block, slot_value(task, P.T_SEQ))
     source = slot_value(block, P.A_Q) + (start + slot_value(task, P.T_TOKEN)) * slot_value(block, P.A_Q_ROW)
     target = scratch + slot_value(block, P.A_S_QUERY)
+    packed = scratch + slot_value(block, P.A_S_PACKED) if slot_value(block, P.A_DOT) else 0
+    turned = packed and may_score_in_place(block, tokens * group)
     for head in range(heads):
         for token in range(tokens):
             for member in range(group):
                 query_head = (slot_value(task, P.T_HEAD) + head) * group + member
                 place = source + token * slot_value(block, P.A_Q_ROW) + query_head * slot_value(block, P.A_Q_HEAD)
                 read_strided(place, bytes_of(dtype), target, size, dtype)
+                if packed:
+                    pack_row(target, packed, vectors_of(size))
+                    packed += packed_bytes(size)
                 target += vectors_of(size) * ROW_BYTES
+        if turned:
+            turn_queries(block, scratch, tokens * group, head)
 
 
 @inlined
@@ -87,7 +95,7 @@ def _fold_chunk(block, scratch, task, low, high, state):
     Sums of a chunk apart, then of a segment, then of all: an error grows with the length of a chunk, not of the keys.
     """
     tokens, group = slot_value(task, P.T_TOKENS), slot_value(block, P.A_GROUP)
-    vectors = vectors_of(slot_value(block, P.A_SIZE_V))
+    vectors = slot_value(block, P.A_SUM_VECTORS)
     stride = vectors * ROW_BYTES
     sums, keeps = scratch + slot_value(block, P.A_S_CHUNK), scratch + slot_value(block, P.A_S_KEEP)
     ranges = scratch + slot_value(block, P.A_S_RANGE)
@@ -159,7 +167,7 @@ def _add_segment(ranges, segment, into, other, heads, tokens, group, vectors, un
 def _run_task(block, scratch, task, second):
     """One task; or, in the second phase, the states that the parts of one split task left."""
     heads, tokens, group = slot_value(task, P.T_HEADS), slot_value(task, P.T_TOKENS), slot_value(block, P.A_GROUP)
-    rows, vectors = heads * tokens * group, vectors_of(slot_value(block, P.A_SIZE_V))
+    rows, vectors = heads * tokens * group, slot_value(block, P.A_SUM_VECTORS)
     ranges, total = scratch + slot_value(block, P.A_S_RANGE), scratch + slot_value(block, P.A_S_TOTAL)
     unit = get_f64(block + P.A_UNIT_F * 8)
     partial, first = slot_value(task, P.T_PARTIAL), slot_value(task, P.T_FIRST_SEGMENT)
@@ -182,7 +190,7 @@ def _run_task(block, scratch, task, second):
         if second or partial < 0:
             _add_segment(ranges, segment, total, state, heads, tokens, group, vectors, unit)
     if second or partial < 0:
-        finish_rows(block, task, ranges, total)
+        finish_rows(block, scratch, task, ranges, total)
 
 
 @inlined
@@ -192,6 +200,7 @@ def _run_all(block):
     stage, stride = scratch + slot_value(block, P.A_S_STAGE), slot_value(block, P.A_STAGE_STRIDE)
     for key in range(CHUNK + SCORE_PAD):
         put_i64(scratch + slot_value(block, P.A_S_SADDR) + key * 8, stage + key * stride)
+    clear_row(scratch + slot_value(block, P.A_S_ZEROS), slot_value(block, P.A_SUM_VECTORS))
     second = slot_value(block, P.A_PHASE) == 1
     count = slot_value(block, P.A_NUM_GROUPS) if second else slot_value(block, P.A_NUM_TASKS)
     while True:

@@ -131,13 +131,18 @@ def to_float(b: ir.IRBuilder, dtype: str, address: ir.Value, offset: int = 0, co
     """``count`` elements of a dtype, exactly, as float32."""
     if dtype == "float32":
         return load(b, address, vec(f32, count), offset)
+    return widen(b, dtype, load(b, address, vec(i16, count), offset))
+
+
+def widen(b: ir.IRBuilder, dtype: str, bits: ir.Value) -> ir.Value:
+    """Elements of a 16-bit dtype, given as int16, exactly, as float32."""
+    count = bits.type.count if isinstance(bits.type, ir.VectorType) else 1
     wide = vec(i32, count)
     if dtype == "bfloat16":
-        bits = b.zext(load(b, address, vec(i16, count), offset), wide)
-        return b.bitcast(b.shl(bits, constant(16, wide)), vec(f32, count))
+        return b.bitcast(b.shl(b.zext(bits, wide), constant(16, wide)), vec(f32, count))
     if _NATIVE_HALF:
-        return b.fpext(load(b, address, vec(f16, count), offset), vec(f32, count))
-    return _half_to_float(b, b.zext(load(b, address, vec(i16, count), offset), wide))
+        return b.fpext(b.bitcast(bits, vec(f16, count)), vec(f32, count))
+    return _half_to_float(b, b.zext(bits, wide))
 
 
 def from_float(b: ir.IRBuilder, dtype: str, value: ir.Value, address: ir.Value) -> None:

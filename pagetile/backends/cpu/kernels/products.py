@@ -1,10 +1,11 @@
 """The two products of attention as register blocks: scores of R rows x T keys, and R rows of an accumulator.
 
-Rows are float32 (queries, probabilities, accumulators); keys and values are read through an array of row addresses in
-any dtype, so block size, strides and layout do not appear here. Both blocks fill about ``W`` registers.
+Rows are float32, or pairs of bfloat16 where the machine has a dot product of them. Keys come transposed (see
+:mod:`~pagetile.backends.cpu.kernels.stage`), a vector of keys for each element; values come through an array of row
+addresses. So block size, strides and layout do not appear here.
 
-Neither product's bits depend on the block it was computed in: a score is one accumulator per lane over ascending
-elements and one fixed tree; an element of the accumulator is fused multiply-adds over ascending keys.
+Neither product's bits depend on the block it was computed in: a score is fused multiply-adds over ascending elements,
+an element of the accumulator fused multiply-adds over ascending keys. Nor, but for pairs, on the width of a vector.
 """
 
 from __future__ import annotations
@@ -23,55 +24,52 @@ from pagetile.backends.cpu.kernels.vector import (
     counted,
     emits,
     f32,
-    fma,
+    i32,
     i64,
     load,
-    shuffle,
+    multiply_add,
     splat,
     store,
-    sum_lanes,
     vec,
 )
 
 A = types.int64
 
-MAX_ROWS = min(4, W)
-"""Rows of the largest register block."""
+TILE_KEYS = 2 * W
+"""Keys that are staged, and scored, at a time."""
+
+SCORE_ROWS = 8 if W == 16 else 4
+"""Rows of the largest score block: with two vectors of keys, half of the registers are accumulators."""
+
+MAX_ROWS = 4
+"""Rows of the largest accumulator block."""
 
 PV_VECTORS = 4 if W == 16 else 2
 """Vectors of an accumulator row that stay in registers at a time."""
 
 
-def keys_in_block(rows: int) -> int:
-    """Keys of a score block: the power of two that fills ``W`` accumulators, at most 16."""
-    return 1 << ((W // rows).bit_length() - 1)
-
-
-def _dot_block(rows: int):
-    keys = keys_in_block(rows)
-
-    @emits(types.void, A, A, A, A, A, A, A, tagged=True)
-    def dot(b, dtype, queries, query_stride, addresses, offset, vectors, scores, score_stride):
-        """``scores[r][t] = queries[r] . keys[t]`` for R rows and T keys."""
+def _score_block(rows: int):
+    @emits(types.void, A, A, A, A, A, A, tagged=True)
+    def score(b, dtype, queries, query_stride, keys, count, scores, score_stride):
+        """``scores[r][t] = queries[r] . keys[:, t]`` for R rows and a tile of keys."""
         q = [b.add(queries, b.mul(query_stride, ir.Constant(i64, r))) for r in range(rows)]
-        k = [b.add(load(b, addresses, i64, 8 * t), offset) for t in range(keys)]
+        of = i32 if dtype == "pairs" else f32
 
         def body(i, sums):
-            ks = [to_float(b, dtype, advance(b, k[t], i, W * ELEMENT_BYTES[dtype])) for t in range(keys)]
+            here = advance(b, keys, i, 2 * ROW_BYTES)
+            k = [load(b, here, vec(of), n * ROW_BYTES) for n in range(2)]
             out = []
             for r in range(rows):
-                x = load(b, advance(b, q[r], i, ROW_BYTES), vec(f32))
-                out += [fma(b, x, ks[t], sums[r * keys + t]) for t in range(keys)]
+                x = splat(b, load(b, advance(b, q[r], i, 4), of))
+                out += [multiply_add(b, dtype, x, k[n], sums[2 * r + n]) for n in range(2)]
             return out
 
-        sums = counted(b, vectors, [constant(0.0, vec(f32))] * (rows * keys), body)
-        total = sum_lanes(b, sums)
-        for r in range(rows):
-            lanes = [r * keys + t for t in range(keys)]
-            part = shuffle(b, total, total, lanes) if keys > 1 else b.extract_element(total, ir.Constant(i64, r))
-            store(b, part, b.add(scores, b.mul(score_stride, ir.Constant(i64, r))))
+        sums = counted(b, count, [constant(0.0, vec(f32))] * (2 * rows), body)
+        for index, value in enumerate(sums):
+            row = b.add(scores, b.mul(score_stride, ir.Constant(i64, index // 2)))
+            store(b, value, row, index % 2 * ROW_BYTES)
 
-    return dot
+    return score
 
 
 def _accumulate_block(rows: int, width: int):
@@ -80,15 +78,18 @@ def _accumulate_block(rows: int, width: int):
         """``sums[r] += weights[r][j] * values[j]`` over ascending j, for R rows of ``width`` vectors."""
         a = [b.add(sums, b.mul(sum_stride, ir.Constant(i64, r))) for r in range(rows)]
         p = [b.add(weights, b.mul(weight_stride, ir.Constant(i64, r))) for r in range(rows)]
-        size = W * ELEMENT_BYTES[dtype]
+        size, of = W * ELEMENT_BYTES[dtype], i32 if dtype == "pairs" else f32
 
         def body(j, now):
             v = b.add(load(b, advance(b, addresses, j, 8), i64), offset)
-            values = [to_float(b, dtype, v, n * size) for n in range(width)]
+            if dtype == "pairs":
+                values = [load(b, v, vec(i32), n * size) for n in range(width)]
+            else:
+                values = [to_float(b, dtype, v, n * size) for n in range(width)]
             out = []
             for r in range(rows):
-                weight = splat(b, load(b, advance(b, p[r], j, 4), f32))
-                out += [fma(b, weight, values[n], now[r * width + n]) for n in range(width)]
+                weight = splat(b, load(b, advance(b, p[r], j, 4), of))
+                out += [multiply_add(b, dtype, weight, values[n], now[r * width + n]) for n in range(width)]
             return out
 
         start = [load(b, a[r], vec(f32), n * ROW_BYTES) for r in range(rows) for n in range(width)]
@@ -98,40 +99,48 @@ def _accumulate_block(rows: int, width: int):
     return accumulate
 
 
-_dot1, _dot2, _dot3, _dot4 = (_dot_block(rows) for rows in (1, 2, 3, 4))
-_KEYS1, _KEYS2, _KEYS3, _KEYS4 = (keys_in_block(rows) for rows in (1, 2, 3, 4))
+_score1, _score2, _score3, _score4 = (_score_block(rows) for rows in (1, 2, 3, 4))
+_score5, _score6, _score7, _score8 = (_score_block(min(rows, SCORE_ROWS)) for rows in (5, 6, 7, 8))
 _wide1, _wide2, _wide3, _wide4 = (_accumulate_block(rows, PV_VECTORS) for rows in (1, 2, 3, 4))
 _thin1, _thin2, _thin3, _thin4 = (_accumulate_block(rows, 1) for rows in (1, 2, 3, 4))
 
 
 @inlined
-def score_rows(rows, queries, query_stride, addresses, offset, vectors, scores, score_stride, first, last, tag):
-    """Scores of up to four rows against the keys ``[first, last)`` of a chunk.
-
-    May write up to a block's keys beyond ``last``: the row has room for it, and the addresses are valid there.
-    """
-    key = first
+def _score_up_to_4(rows, queries, query_stride, keys, count, scores, score_stride, tag):
     if rows == 4:
-        while key < last:
-            _dot4(queries, query_stride, addresses + key * 8, offset, vectors, scores + key * 4, score_stride, tag)
-            key += _KEYS4
+        _score4(queries, query_stride, keys, count, scores, score_stride, tag)
     elif rows == 3:
-        while key < last:
-            _dot3(queries, query_stride, addresses + key * 8, offset, vectors, scores + key * 4, score_stride, tag)
-            key += _KEYS3
+        _score3(queries, query_stride, keys, count, scores, score_stride, tag)
     elif rows == 2:
-        while key < last:
-            _dot2(queries, query_stride, addresses + key * 8, offset, vectors, scores + key * 4, score_stride, tag)
-            key += _KEYS2
+        _score2(queries, query_stride, keys, count, scores, score_stride, tag)
     else:
-        while key < last:
-            _dot1(queries, query_stride, addresses + key * 8, offset, vectors, scores + key * 4, score_stride, tag)
-            key += _KEYS1
+        _score1(queries, query_stride, keys, count, scores, score_stride, tag)
+
+
+@inlined
+def _score_up_to_8(rows, queries, query_stride, keys, count, scores, score_stride, tag):
+    if rows == 8:
+        _score8(queries, query_stride, keys, count, scores, score_stride, tag)
+    elif rows == 7:
+        _score7(queries, query_stride, keys, count, scores, score_stride, tag)
+    elif rows == 6:
+        _score6(queries, query_stride, keys, count, scores, score_stride, tag)
+    elif rows == 5:
+        _score5(queries, query_stride, keys, count, scores, score_stride, tag)
+    else:
+        _score_up_to_4(rows, queries, query_stride, keys, count, scores, score_stride, tag)
+
+
+score_rows = _score_up_to_8 if SCORE_ROWS == 8 else _score_up_to_4
+"""Scores of up to ``SCORE_ROWS`` rows against a staged tile of keys: ``TILE_KEYS`` scores a row, whatever is wanted.
+
+``count`` is of elements (or of pairs). The rows have room for a whole tile.
+"""
 
 
 @inlined
 def accumulate_rows(rows, sums, sum_stride, weights, weight_stride, addresses, offset, vectors, first, last, tag):
-    """Add the values of the keys ``[first, last)`` of a chunk, all visible to all of up to four rows."""
+    """Add the values of the keys (or pairs of keys) ``[first, last)`` of a chunk, all for all of up to four rows."""
     count = last - first
     weights += first * 4
     addresses += first * 8

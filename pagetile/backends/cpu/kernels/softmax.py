@@ -28,9 +28,11 @@ from pagetile.backends.cpu.kernels.vector import (
     f32,
     fma,
     fold_lanes,
+    i16,
     i32,
     i64,
     load,
+    rounded_pairs,
     splat,
     store,
     sum_lanes,
@@ -152,19 +154,34 @@ def row_max(b, scores, low, high):
     return fold_lanes(b, largest, lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 
 
-@emits(F, A, A, A, F, F)
-def exp_and_sum(b, scores, low, high, shift, unit):
-    """Replace scores by ``2**((score - shift) * unit)``, by 0 outside ``[low, high)``; their sum.
+@emits(F, A, A, A, F, F, F)
+def exp_and_sum(b, scores, low, high, shift, unit, bias):
+    """Replace scores by ``2**((score - shift) * unit - bias)``, by 0 outside ``[low, high)``; their sum.
 
     The difference is taken first: it is exact where it matters, so that a large score costs no accuracy.
     """
-    shifts, units = splat(b, shift), splat(b, unit)
+    return _exp_and_sum(b, scores, None, low, high, shift, unit, bias)
+
+
+@emits(F, A, A, A, A, F, F, F)
+def exp_to_pairs(b, scores, weights, low, high, shift, unit, bias):
+    """:func:`exp_and_sum` that leaves the scores, and puts the weights, rounded to bfloat16, into a row of zeros.
+
+    The sum is of the weights before they are rounded.
+    """
+    return _exp_and_sum(b, scores, weights, low, high, shift, unit, bias)
+
+
+def _exp_and_sum(b, scores, weights, low, high, shift, unit, bias):
+    shifts, units, biases = splat(b, shift), splat(b, unit), splat(b, b.fneg(bias))
     zero = constant(0.0, vec(f32))
 
-    def body(_vector, s, seen, now):
-        p = exp2(b, b.fmul(b.fsub(s, shifts), units))
+    def body(vector, s, seen, now):
+        p = exp2(b, fma(b, b.fsub(s, shifts), units, biases))
         p = p if seen is None else b.select(seen, p, zero)
-        return p, [b.fadd(now[0], p)]
+        if weights is not None:
+            store(b, rounded_pairs(b, p), advance(b, weights, vector, ROW_BYTES // 2))
+        return p if weights is None else None, [b.fadd(now[0], p)]
 
     (total,) = _over(b, scores, low, high, [zero], body)
     return b.extract_element(sum_lanes(b, [total]), ir.Constant(i32, 0))
@@ -211,6 +228,46 @@ def clear_row(b, row, vectors):
         return []
 
     counted(b, vectors, [], body)
+
+
+@emits(types.void, A, A, A)
+def copy_row(b, source, target, vectors):
+    def body(i, _):
+        store(b, load(b, advance(b, source, i, ROW_BYTES), vec(f32)), advance(b, target, i, ROW_BYTES))
+        return []
+
+    counted(b, vectors, [], body)
+
+
+@emits(types.void, A, A, A)
+def pack_row(b, source, target, vectors):
+    """Floats that are bfloat16 already, as such (the upper halves of their words); zeros up to an even number of
+    vectors."""
+
+    def body(i, _):
+        bits = load(b, advance(b, source, i, ROW_BYTES), vec(i32))
+        store(b, b.trunc(b.lshr(bits, constant(16, vec(i32))), vec(i16)), advance(b, target, i, ROW_BYTES // 2))
+        return []
+
+    def pad(_i, _):
+        store(b, constant(0, vec(i16)), advance(b, target, vectors, ROW_BYTES // 2))
+        return []
+
+    counted(b, vectors, [], body)
+    counted(b, b.and_(vectors, ir.Constant(i64, 1)), [], pad)
+
+
+@emits(types.int64, A, A)
+def all_finite(b, row, vectors):
+    """1 if no float of a row is NaN or infinite."""
+    nothing = constant(0.0, vec(f32))
+
+    def body(i, now):  # 0 * x is 0 for what is finite, and NaN for anything else
+        return [fma(b, load(b, advance(b, row, i, ROW_BYTES), vec(f32)), nothing, now[0])]
+
+    (total,) = counted(b, vectors, [nothing], body)
+    lone = fold_lanes(b, total, lambda x, y: b.fadd(x, y))
+    return b.zext(b.fcmp_ordered("==", lone, ir.Constant(f32, 0.0)), i64)
 
 
 @emits(types.void, A, A, A, F, F)

@@ -25,16 +25,38 @@ from pagetile.backends.cpu.isa import host_isa
 W = host_isa().width
 """Floats in a vector."""
 
+DOT = host_isa().dot
+"""What multiplies bfloat16, see :mod:`pagetile.backends.cpu.isa`."""
+
 ROW_BYTES = 4 * W
 """Bytes of a vector of floats."""
 
 i1, i8, i16, i32, i64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 f16, f32, f64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
-TAGS = {types.float32: "float32", types.int16: "bfloat16", types.uint16: "float16"}
-"""A kernel's element dtype is chosen by the *type* of a dummy argument: numba specialises on it."""
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+class _Bfloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no class for; only intrinsics are given it."""
+
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _Bfloat)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat)
+
+
+bf16 = _Bfloat()
+
+TAGS = {types.float32: "float32", types.int16: "bfloat16", types.uint16: "float16", types.uint32: "pairs"}
+"""A kernel's element dtype is chosen by the *type* of a dummy argument: numba specialises on it. ``pairs`` are two
+neighbouring bfloat16 in one word, which a ``dot`` of :mod:`pagetile.backends.cpu.isa` multiplies and adds at once."""
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "pairs": 4}
 
 
 def emits(result, *arguments, tagged: bool = False) -> Callable:
@@ -110,6 +132,14 @@ def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, offset: int = 0) 
     b.store(value, at(b, address, value.type, offset), align=1)
 
 
+def load_some(b: ir.IRBuilder, address: ir.Value, of: ir.VectorType, count: ir.Value) -> ir.Value:
+    """The first ``count`` elements of a vector, zeros after them; nothing past those is read."""
+    lanes = ir.Constant(ir.VectorType(i32, of.count), list(range(of.count)))
+    mask = b.icmp_signed("<", lanes, splat(b, b.trunc(count, i32), of.count))
+    name = f"llvm.masked.load.v{of.count}{of.element.intrinsic_name}.p0"
+    return call(b, name, at(b, address, of), ir.Constant(i32, 1), mask, constant(0, of), result=of)
+
+
 def advance(b: ir.IRBuilder, address: ir.Value, index: ir.Value, size: int) -> ir.Value:
     """``address + index * size``."""
     return b.add(address, b.mul(index, ir.Constant(i64, size)))
@@ -128,6 +158,20 @@ def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """``x * y + z`` rounded once."""
     suffix = f"v{x.type.count}f32" if isinstance(x.type, ir.VectorType) else "f32"
     return call(b, f"llvm.fma.{suffix}", x, y, z)
+
+
+def multiply_add(b: ir.IRBuilder, dtype: str, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """``x * y + z`` of floats; of ``pairs``, both products of each lane are added to it."""
+    if dtype != "pairs":
+        return fma(b, x, y, z)
+    of = vec(bf16, 2 * W)
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", z, b.bitcast(x, of), b.bitcast(y, of))
+
+
+def rounded_pairs(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """A vector of floats rounded to bfloat16, to the nearest even; subnormal ones become 0."""
+    narrow = call(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", x, result=vec(bf16))
+    return b.bitcast(narrow, vec(i16))
 
 
 def shuffle(b: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: Sequence[int]) -> ir.Value:
@@ -181,6 +225,19 @@ def sum_lanes(b: ir.IRBuilder, sums: Sequence[ir.Value]) -> ir.Value:
         vectors = [b.fadd(shuffle(b, x, y, low), shuffle(b, x, y, high)) for x, y in pairs]
         step *= 2
     return vectors[0]
+
+
+def transposed(b: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value]:
+    """``W`` vectors of ``W`` lanes, rows and lanes exchanged."""
+    now, step = list(rows), 1
+    while step < W:
+        low, high = _pair_lanes(step)
+        for i in range(W):
+            if not i & step:
+                x, y = now[i], now[i + step]
+                now[i], now[i + step] = shuffle(b, x, y, low), shuffle(b, x, y, high)
+        step *= 2
+    return now
 
 
 def fold_lanes(b: ir.IRBuilder, x: ir.Value, combine: Callable) -> ir.Value:

@@ -7,19 +7,21 @@ import numpy as np
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import Kernel, inlined
 from pagetile.backends.cpu.kernels.address import key_span, query_span
-from pagetile.backends.cpu.kernels.elements import get_f32, get_f64, get_i64, put_f32, slot_value, vectors_of
+from pagetile.backends.cpu.kernels.elements import get_f32, get_f64, get_i64, put_f32, slot_value
+from pagetile.backends.cpu.kernels.pairs import WEIGHT_BYTES
 from pagetile.backends.cpu.kernels.score import SCORE_BYTES
 from pagetile.backends.cpu.kernels.softmax import (
     add_alibi,
     clear_row,
     decay,
     exp_and_sum,
+    exp_to_pairs,
     finite_shift,
     negate,
     row_max,
     soft_cap,
 )
-from pagetile.backends.cpu.kernels.vector import ROW_BYTES
+from pagetile.backends.cpu.kernels.vector import DOT, ROW_BYTES
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
@@ -40,26 +42,38 @@ def _edit_scores(block, scores, low, high, seq, query_head, position):
 
 
 @inlined
-def _weigh_row(scores, low, high, largest_at, total_at, keep_at, unit):
+def _to_floats(scores, _weights, low, high, shift, unit, bias):
+    return exp_and_sum(scores, low, high, shift, unit, bias)
+
+
+@inlined
+def _to_pairs(scores, weights, low, high, shift, unit, bias):
+    clear_row(weights, WEIGHT_BYTES // ROW_BYTES)
+    return exp_to_pairs(scores, weights, low, high, shift, unit, bias)
+
+
+@inlined
+def _weigh_row(scores, weights, low, high, largest_at, total_at, keep_at, unit, bias, weigh):
     """One row's scores to weights, and its maximum and sum; the factor by which its state shrinks."""
     found, before = row_max(scores, low, high), get_f32(largest_at)
     largest = found if found > before else before
     shift = finite_shift(largest)
     keep = decay(before, shift, unit)
-    put_f32(total_at, exp_and_sum(scores, low, high, shift, unit) + get_f32(total_at) * keep)
+    put_f32(total_at, weigh(scores, weights, low, high, shift, unit, bias) + get_f32(total_at) * keep)
     put_f32(largest_at, largest)
     put_f32(keep_at, keep)
 
 
 @inlined
-def _weigh_chunk(block, scratch, task, start, first, last, state):
+def _weigh_chunk(block, scratch, task, start, first, last, state, weigh):
     """Turn scores into weights, row by row; note by how much each row's state shrinks, and clear the chunk's sums."""
     seq, group, tokens = slot_value(task, P.T_SEQ), slot_value(block, P.A_GROUP), slot_value(task, P.T_TOKENS)
-    heads, vectors = slot_value(task, P.T_HEADS), vectors_of(slot_value(block, P.A_SIZE_V))
+    heads, vectors = slot_value(task, P.T_HEADS), slot_value(block, P.A_SUM_VECTORS)
     ranges, scores = scratch + slot_value(block, P.A_S_RANGE), scratch + slot_value(block, P.A_S_SCORE)
     sums, keeps = scratch + slot_value(block, P.A_S_CHUNK), scratch + slot_value(block, P.A_S_KEEP)
     maxima = state + heads * tokens * group * vectors * ROW_BYTES
     totals, unit = maxima + heads * tokens * group * 4, get_f64(block + P.A_UNIT_F * 8)
+    weights, bias = scratch + slot_value(block, P.A_S_WEIGHT), get_f64(block + P.A_BIAS_F * 8)
     edits = slot_value(block, P.A_EDITS)
     _, q_len = query_span(block, seq)
     _, seq_len = key_span(block, seq)
@@ -74,14 +88,22 @@ def _weigh_chunk(block, scratch, task, start, first, last, state):
                     here, at = scores + (row + member) * SCORE_BYTES, (row + member) * 4
                     if edits:
                         _edit_scores(block, here, low, high, seq, head * group + member, position)
-                    _weigh_row(here, low, high, maxima + at, totals + at, keeps + at, unit)
+                    there = weights + (row + member) * WEIGHT_BYTES
+                    _weigh_row(here, there, low, high, maxima + at, totals + at, keeps + at, unit, bias, weigh)
                 clear_row(sums + row * vectors * ROW_BYTES, group * vectors)
             row += group
 
 
-def weigh(block, scratch, task, start, first, last, state):
-    """Weights of the keys ``start + [first, last)`` for all rows of a task."""
-    _weigh_chunk(block, scratch, task, start, first, last, state)
+def weigh_floats(block, scratch, task, start, first, last, state):
+    """Weights of the keys ``start + [first, last)`` for all rows of a task, in place of their scores."""
+    _weigh_chunk(block, scratch, task, start, first, last, state, _to_floats)
 
 
-WEIGH = Kernel(weigh)
+def weigh_pairs(block, scratch, task, start, first, last, state):
+    """The same as packed bfloat16."""
+    _weigh_chunk(block, scratch, task, start, first, last, state, _to_pairs)
+
+
+_FLOATS = Kernel(weigh_floats)
+
+WEIGH = {"float32": _FLOATS, "bfloat16": Kernel(weigh_pairs) if DOT else _FLOATS, "float16": _FLOATS}

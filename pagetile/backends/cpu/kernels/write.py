@@ -15,7 +15,7 @@ from numba import types
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import Kernel, inlined
 from pagetile.backends.cpu.kernels.elements import index_at, put_slot, slot_value, take_ticket
-from pagetile.backends.cpu.kernels.vector import ROW_BYTES, advance, counted, emits, i8, i64, load, store
+from pagetile.backends.cpu.kernels.vector import ROW_BYTES, advance, at, counted, emits, i8, i32, i64, load, store
 
 _PACK = ir.VectorType(i8, ROW_BYTES)
 
@@ -27,6 +27,27 @@ def copy_packs(b, source, target, packs):
         return []
 
     counted(b, packs, [], body)
+
+
+@emits(types.void, types.int64, types.int64, types.int64)
+def stream_packs(b, source, target, packs):
+    """The same past the caches: the target, aligned to a pack, is not read first, and pushes nothing out."""
+    mark = b.module.add_metadata([ir.Constant(i32, 1)])
+
+    def body(i, _):
+        place = at(b, advance(b, target, i, ROW_BYTES), _PACK)
+        b.store(load(b, advance(b, source, i, ROW_BYTES), _PACK), place, align=ROW_BYTES).set_metadata(
+            "nontemporal", mark
+        )
+        return []
+
+    counted(b, packs, [], body)
+
+
+@emits(types.void)
+def finish_streams(b):
+    """Nothing stored later is seen before what was streamed."""
+    b.fence("seq_cst")
 
 
 @emits(types.void, types.int64, types.int64, types.int64)
@@ -79,7 +100,16 @@ def check_slots(block):
 
 
 @inlined
-def _copy_rows(block, first, last):
+def stream_span(source, target, size):
+    """:func:`copy_span` past the caches, where the target is whole aligned packs."""
+    if size % ROW_BYTES == 0 and target % ROW_BYTES == 0:
+        stream_packs(source, target, size // ROW_BYTES)
+    else:
+        copy_span(source, target, size)
+
+
+@inlined
+def _copy_rows(block, first, last, copy):
     block_size = slot_value(block, P.W_BLOCK_SIZE)
     k_spans, k_bytes = slot_value(block, P.W_K_SPANS), slot_value(block, P.W_K_BYTES)
     v_spans, v_bytes = slot_value(block, P.W_V_SPANS), slot_value(block, P.W_V_BYTES)
@@ -93,7 +123,7 @@ def _copy_rows(block, first, last):
         target = slot_value(block, P.W_K_TO) + home * slot_value(block, P.W_K_TO_BLOCK)
         target += offset * slot_value(block, P.W_K_TO_TOKEN)
         for span in range(k_spans):
-            copy_span(
+            copy(
                 source + span * slot_value(block, P.W_K_FROM_SPAN),
                 target + span * slot_value(block, P.W_K_TO_SPAN),
                 k_bytes,
@@ -102,7 +132,7 @@ def _copy_rows(block, first, last):
         target = slot_value(block, P.W_V_TO) + home * slot_value(block, P.W_V_TO_BLOCK)
         target += offset * slot_value(block, P.W_V_TO_TOKEN)
         for span in range(v_spans):
-            copy_span(
+            copy(
                 source + span * slot_value(block, P.W_V_FROM_SPAN),
                 target + span * slot_value(block, P.W_V_TO_SPAN),
                 v_bytes,
@@ -110,13 +140,13 @@ def _copy_rows(block, first, last):
 
 
 @inlined
-def _copy_chunks(block):
+def _copy_chunks(block, copy):
     chunk, count = slot_value(block, P.W_CHUNK), slot_value(block, P.W_COUNT)
     while True:
         first = take_ticket(block + P.W_TICKET * 8) * chunk
         if first >= count:
             break
-        _copy_rows(block, first, min(count, first + chunk))
+        _copy_rows(block, first, min(count, first + chunk), copy)
 
 
 def write_check(block):
@@ -127,12 +157,19 @@ def write_check(block):
 def write_serial(block):
     """Check, then copy every row on this thread."""
     if check_slots(block):
-        _copy_rows(block, 0, slot_value(block, P.W_COUNT))
+        _copy_rows(block, 0, slot_value(block, P.W_COUNT), copy_span)
 
 
 def write_chunks(block):
     """Copy chunks of rows, already checked, until there is none."""
-    _copy_chunks(block)
+    _copy_chunks(block, copy_span)
+
+
+def write_streams(block):
+    """The same, past the caches."""
+    _copy_chunks(block, stream_span)
+    finish_streams()
 
 
 CHECK, SERIAL, CHUNKS = Kernel(write_check), Kernel(write_serial), Kernel(write_chunks)
+STREAMS = Kernel(write_streams)
