@@ -319,3 +319,19 @@ def test_errors_speak_of_what_was_passed() -> None:
         fa2.flash_attn_func(dense_q, k.half(), v.half())
     with pytest.raises(ArgumentError, match="cu_seqlens_k is None"):
         fa3.flash_attn_varlen_func(q, cache, cache, x.cu_q, None, 3, 17, block_table=table)
+
+
+def test_in_a_whole_graph() -> None:
+    x = Ragged()
+    (k_cache, table), (v_cache, _) = paged(x.k, 4, 20), paged(x.v, 4, 20)
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = fa2.flash_attn_varlen_func(q, k, v, x.cu_q, x.cu_k, 3, 17, causal=True, block_table=table)
+        more = fa3.flash_attn_with_kvcache(
+            out, k, v, cache_seqlens=torch.diff(x.cu_k), page_table=table, cu_seqlens_q=x.cu_q, causal=True
+        )
+        return fa2.flash_attn_func(more[None], more[None, :, :2], more[None, :, :2])
+
+    q = torch.cat(x.q)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k_cache, v_cache), step(q, k_cache, v_cache))
