@@ -40,6 +40,16 @@ def test_the_cases_are_few() -> None:
     assert len(seen) <= MAX_KERNELS
 
 
+def test_launches_pass_arguments_in_the_order_of_the_signature() -> None:
+    for case in CASES:
+        for _, launch, tensors in launches(call_of(case)):
+            names = launch.kernel.arg_names
+            assert len(names) == len(launch.boxes) + len(tensors) + len(launch.scalars) + len(launch.constants)
+            assert names[-len(launch.constants) :] == list(launch.constants)
+            assert names[:3] == ["q_map", "k_map", "v_map"]
+            assert names[len(launch.boxes) + len(tensors)] == "out_token"
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name.replace("/", "_"))
 def test_no_spills_no_hazards(case, record_property) -> None:
     call = call_of(case)

@@ -168,7 +168,7 @@ def test_decode_is_the_truth(batch: Batch, programs: int, parts: int, seed: int)
 
 def _piece(batch: Batch, seq: int, tile: int, count: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> State:
     q_len, k_len = batch.seqs[seq]
-    steps, lo, hi = decode_steps(batch, seq, tile, count, KEYS)
+    steps, lo, _ = decode_steps(batch, seq, tile, count, KEYS)
     state = State.empty(q_len, SIZE)
     for at, masked in steps:
         j = np.arange(at * KEYS, (at + 1) * KEYS)
@@ -178,7 +178,7 @@ def _piece(batch: Batch, seq: int, tile: int, count: int, q: np.ndarray, k: np.n
             for i in range(q_len):
                 row_lo, row_hi = row_range(batch, i + k_len - q_len, k_len, batch.first_key(seq))
                 s[i, (j < row_lo) | (j >= row_hi)] = -np.inf
-            values = np.where(((j >= lo) & (j < hi))[:, None], values, 0.0)
+            values = np.where(((j >= lo) & (j < k_len))[:, None], values, 0.0)  # device.clear_values
         state = state.add(s, values)
     return state
 
