@@ -36,6 +36,10 @@ class Settled:
         self._answers: dict[Hashable, tuple[tuple[Check, Callable[..., Any]], ...]] = {}
         self.get = self._answers.get  # bound once: the lookup is on the path of every call
 
+    def possible(self) -> bool:
+        """Whether anything can be kept."""
+        return guards_hold()
+
     def put(self, question: Hashable, tensors: tuple[Tensor, ...], run: Callable[..., Any]) -> None:
         """Keep ``run`` for calls like this one; safe when several threads do."""
         check = guard(tensors)

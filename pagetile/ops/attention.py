@@ -182,7 +182,7 @@ def flash_attn_varlen_func(
         with_lse=return_softmax_lse,
     )
     out, lse = attend(args)
-    if question is not None and is_plain(*args.plain_tensors()):
+    if question is not None and PLANS.settled.possible() and is_plain(*args.plain_tensors()):
         settle_attend(question, args, plan_attend(args))
     return (out, lse) if lse is not None else out
 

@@ -128,7 +128,7 @@ def reshape_and_cache_flash(
                     return
     if is_plain(key, value, key_cache, value_cache, slot_mapping):
         run_write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, backend, validate)
-        if question is not None:
+        if question is not None and PLANS.settled.possible():
             tensors = (key, value, key_cache, value_cache, slot_mapping)
             plan = plan_write(*tensors, kv_cache_dtype, k_scale, v_scale, backend, validate)
             _settle(question, plan, tensors, k_scale, v_scale)
