@@ -131,12 +131,9 @@ class CpuBackend:
     def plan(self, call: WriteCall | AttendCall):
         """The printable plan of a call: how it will be cut, and why."""
         if call.problem.layout == "xpacked":
-            if isinstance(call, WriteCall):
-                from pagetile.backends.cpu.legacy_write import plan_for
-            else:
-                from pagetile.backends.cpu.legacy import plan_for
+            from pagetile.backends.cpu import legacy, legacy_write
 
-            return plan_for(call)
+            return legacy_write.plan_for(call) if isinstance(call, WriteCall) else legacy.plan_for(call)
         if isinstance(call, WriteCall) and call.problem.kind in QUANTISED:
             from pagetile.backends.cpu.quantise import plan_for
 

@@ -184,10 +184,9 @@ def _scale(scale: Scale) -> Tensor:
 
 def _scale_slots(scale: Tensor) -> tuple[int, int, int]:
     """Address, and byte steps of the sequence and of the head."""
-    steps = (0, 0)
-    if scale.numel() > 1:
-        steps = scale.stride() if scale.dim() == 2 else (0, scale.stride(0))
-    return scale.data_ptr(), *(4 * step for step in steps)
+    if scale.numel() <= 1:
+        return scale.data_ptr(), 0, 0
+    return scale.data_ptr(), 4 * scale.stride(0) if scale.dim() == 2 else 0, 4 * scale.stride(-1)
 
 
 def _put_states(block: Block, states: tuple) -> None:
