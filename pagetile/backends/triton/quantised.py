@@ -51,6 +51,8 @@ def decode(stored, like, KIND: tl.constexpr, NATIVE: tl.constexpr):
         x = stored
     elif KIND == INT8:
         x = stored.to(tl.int8, bitcast=True).to(dtype)
+    elif NATIVE and KIND == E5M2:
+        x = from_half(stored.to(tl.float8e5, bitcast=True).to(tl.float16), dtype)
     elif KIND == E5M2:  # the upper half of a float16
         x = from_half((stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True), dtype)
     elif NATIVE:

@@ -292,6 +292,10 @@ def _narrow_tile(problem: AttendProblem, device: DeviceFacts, rows: int, max_q: 
         return _make_tile(problem, device, rows, 32, 4, 4, max_q)
     if rows > 16:
         return _make_tile(problem, device, rows, 64, 4, 3, max_q)
+    if wide > 64 and stored_bytes(problem) == 1:
+        # By the compiler's count, not yet by a clock: turning bytes into numbers takes two warps to 255 registers and
+        # eight warps a multiprocessor; four warps have 144, and there are twelve.
+        return _make_tile(problem, device, rows, 32, 4, 4, max_q)
     if wide > 64:
         return _make_tile(problem, device, rows, 32, 2, 4 if max_q > 1 or problem.block_size > 16 else 3, max_q)
     return _make_tile(problem, device, rows, 64, 2, 3, max_q)
