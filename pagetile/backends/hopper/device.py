@@ -128,7 +128,11 @@ def edit(s, start, score, slope, position, SOFTCAP: gl.constexpr, ALIBI: gl.cons
     """
     scale, cap = score
     if SOFTCAP:
-        s = cap - 2.0 * cap / (1.0 + gl.exp2(s * (scale * 2.0 * LOG2E)))
+        ends = 1.0 + gl.exp2(s * (scale * 2.0 * LOG2E))
+        ends = gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [ends], dtype=gl.float32, is_pure=True, pack=1
+        )
+        s = cap - (2.0 * cap) * ends
     elif ALIBI or PRESCALE:
         s = s * scale
     if ALIBI:

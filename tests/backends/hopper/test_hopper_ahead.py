@@ -26,6 +26,8 @@ MAX_KERNELS = 60
 
 MAX_SPILLED = 128
 """Bytes, outside the loops; inside them nothing may spill."""
+EXCUSED = {"window": 1, "key_starts": 1, "softcap": 8, "alibi": 8}
+"""Accesses to local memory that loops of a feature may have: of a masked step, or of edited scores."""
 COPY_BUDGET = 460
 """Instructions of a loop that loads a tile; the tile's two products take about 2000 cycles of a multiprocessor."""
 LOOP_BUDGET = {
@@ -60,8 +62,7 @@ def test_no_spills_no_hazards(case, record_property) -> None:
         row = read_known().get(key)
         assert row is not None, f"{case.name} {name} does not compile; run tests/backends/hopper/hopper_ahead.py"
         record_property("report", str(row))
-        together = {"window", "softcap", "alibi"} <= set(case.features)  # no model has them all
-        assert row["spilled_in_loops"] <= (16 if together else 0), row
+        assert row["spilled_in_loops"] <= min(16, sum(EXCUSED.get(feature, 0) for feature in case.features)), row
         assert row["spilled"] <= MAX_SPILLED, row
         assert row["hazards"] == 0, row
         assert row["copy_instructions"] <= COPY_BUDGET, row
