@@ -281,5 +281,5 @@ def _require_unset(*options: tuple[str, Any]) -> None:
     given = [name for name, value in options if value is not None]
     if given:
         raise ArgumentError(
-            f"give either --run or prompts: {', '.join(given)} say how to make a run, and --run has one already"
+            f"give either --run or prompts: --run has a run already, and {', '.join(given)} would make one"
         )

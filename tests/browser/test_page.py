@@ -311,6 +311,20 @@ def test_text_of_a_run_cannot_leave_its_place(browser: Browser, runs: dict[str, 
     assert browser.problems == []
 
 
+def test_requests_that_begin_alike_are_told_apart(browser: Browser, tmp_path: Path) -> None:
+    """A chat template opens every prompt; the list shows where they begin to differ, the whole text on hovering."""
+    template = list(range(3, 33))
+    _, run = record(tiny_llama(), [[*template, 40, *range(41, 55)], [*template, 50, *range(41, 55)]], 2)
+    for request in run.requests:
+        request.texts = [f" w{t}" for t in request.tokens]
+    write_page(run, tmp_path / "alike.html")
+    browser.open(tmp_path / "alike.html")
+    shown = browser.run("[...document.querySelectorAll('.request .prompt')].map(n => n.textContent)")
+    assert [text.split()[:2] for text in shown] == [["…", "w40"], ["…", "w50"]]
+    titles = browser.run("[...document.querySelectorAll('.request .said')].map(n => n.title)")
+    assert all(title.startswith(" w3 w4") for title in titles)
+
+
 def test_a_run_without_steps(browser: Browser, runs: dict[str, Run], tmp_path: Path) -> None:
     run = Run.from_dict(json.loads(json.dumps(runs["forked"].to_dict())))
     run.steps, run.requests = [], []

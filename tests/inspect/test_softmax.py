@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -108,3 +109,28 @@ def test_refusals() -> None:
         walk(q[:3], k, v)
     with pytest.raises(ArgumentError, match="tile is 0"):
         walk(q, k, v, tile=0)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_nan_that_is_seen_is_not_lost(splits: int) -> None:
+    """A visible NaN makes the row NaN, whatever tile it is in; a hidden one leaves it as it was."""
+    q, k, v = row(20)
+    clean = walk(q, k[:15], v[:15], tile=4, splits=splits)
+    k[15:], v[16:] = math.nan, math.nan
+    hidden = walk(q, k, v, tile=4, splits=splits, visible=(0, 15))
+    torch.testing.assert_close(hidden.merged.out, clean.merged.out)
+    k[2] = math.nan
+    seen = walk(q, k, v, tile=4, splits=splits, visible=(0, 15))
+    assert seen.merged.out.isnan().all()
+    assert math.isnan(seen.merged.lse)
+    assert (seen.error, seen.lse_error) == (0.0, 0.0), "the full softmax is NaN as well"
+    text = json.dumps(seen.to_dict(), allow_nan=False)
+    assert json.loads(text)["merged"]["lse"] is None
+
+
+def test_a_score_of_minus_infinity_weighs_nothing() -> None:
+    q, k, v = row(9)
+    k[:3] = -math.inf * q.sign()
+    walked = walk(q, k, v, tile=3)
+    torch.testing.assert_close(walked.merged.out, walk(q, k[3:], v[3:]).merged.out)
+    assert walked.lse_error < 1e-12

@@ -99,6 +99,30 @@ def test_the_matcher_can_fail() -> None:
         (["softmax", "--file", "nothing.npz"], "no such file"),
         (["map", "nothing.json"], "not a file"),
         (["view", "x.html", "a prompt", "--run", "run.json"], "either --run or prompts"),
+        (["view", "x.html", "--run", "run.json", "--max-tokens", "3"], "--max-tokens"),
+        (["view", "nowhere/x.html", "a prompt"], "nowhere is no folder"),
+        (["trace", "a prompt", "--save", "nowhere/x.json"], "--save nowhere/x.json"),
+        (["trace", "a prompt", "--save", "x", "--page", "x"], "both x"),
+        (["trace", "a\udcffb"], "not UTF-8"),
+        (["explain", "--position", "20", "--block-table", "7,,2,9"], "whole numbers"),
+        (["explain", "--slot", "9" * 20], "64 bits"),
+        (["explain", "--slot", "3", "--tokens", "0"], "--tokens is 0"),
+        (["coalesce", "--count", "0"], "0 elements"),
+        (["coalesce", "--count", "99999999"], "99999999 elements"),
+        (["coalesce", "--offset", "-4"], "--offset is -4"),
+        (["coalesce", "--pack", "4"], "--pack means nothing"),
+        (["coalesce", "--at", "0,64"], "--at means nothing"),
+        (["coalesce", "--pattern", "pack", "--pack", "0"], "power of two"),
+        (["coalesce", "--pattern", "scattered", "--at", "0,64", "--lanes", "2"], "--lanes means nothing"),
+        (["coalesce", "--pattern", "scattered", "--stride", "64", "--lanes", "33"], "1 to 32 lanes"),
+        (["coalesce", "--pattern", "scattered", "--at", "9" * 20], "2^63"),
+        (["softmax", "--keys", "9" * 12], "elements at most"),
+        (["softmax", "--seed", "-1"], "--seed is -1"),
+        (["softmax", "--splits", "9" * 9], "65536 at most"),
+        (["softmax", "--visible", "30,4"], "first and the last"),
+        (["softmax", "--visible", "5,37"], "37 keys"),
+        (["softmax", "--block-table", "7,2,-9"], "--block-table[2] is -9"),
+        (["softmax", "--file", "row.npz", "--keys", "5"], "--keys means nothing"),
     ],
     ids=lambda x: " ".join(x)[:50] if isinstance(x, list) else "",
 )
@@ -140,6 +164,59 @@ def test_softmax_of_a_file(tmp_path: Path) -> None:
     out = json.loads(CliRunner().invoke(app, ["softmax", "--file", str(tmp_path / "row.npz"), "--json"]).output)
     weights = np.exp(arrays["k"] @ arrays["q"] / 2)
     np.testing.assert_allclose(out["merged"]["out"], weights @ arrays["v"] / weights.sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04garbage"])
+@pytest.mark.parametrize("name", ["row.npz", "row.pt"])
+def test_a_damaged_file_of_arrays(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    result = CliRunner().invoke(app, ["softmax", "--file", str(tmp_path / name)])
+    assert (result.exit_code, len(result.output.strip().split("\n"))) == (2, 1)
+    assert "cannot be read as arrays alone" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"q": [1.0]}, "must have q, k and v"),
+        ({"q": [1j], "k": [[1.0]], "v": [[1.0]]}, "must be real"),
+        ({"q": [], "k": [[], []], "v": [[1.0], [2.0]]}, "at least one element"),
+        ({"q": [1.0], "k": [[1.0, 2.0]], "v": [[1.0]]}, "must be [D], [L, D] and [L, Dv]"),
+        ({"q": ["a"], "k": [[1.0]], "v": [[1.0]]}, "cannot be read"),
+    ],
+)
+def test_a_file_of_other_arrays(arrays: dict[str, list], says: str, tmp_path: Path) -> None:
+    import numpy as np
+
+    np.savez(tmp_path / "row.npz", **{name: np.asarray(value) for name, value in arrays.items()})
+    result = CliRunner().invoke(app, ["softmax", "--file", str(tmp_path / "row.npz")])
+    assert (result.exit_code, says in result.output) == (2, True), result.output
+
+
+def test_json_of_a_run_and_a_pool(tmp_path: Path, crowded) -> None:
+    run = crowded[1]
+    run.save(tmp_path / "run.json")
+    drawn = json.loads(CliRunner().invoke(app, ["map", str(tmp_path / "run.json"), "--step", "2", "--json"]).output)
+    assert len(drawn["cells"]) == 12
+    arguments = ["view", str(tmp_path / "x.html"), "--run", str(tmp_path / "run.json"), "--json"]
+    written = json.loads(CliRunner().invoke(app, arguments).output)
+    assert (written["steps"], written["bytes"]) == (len(run.steps), (tmp_path / "x.html").stat().st_size)
+
+
+def test_names_are_not_markup(tmp_path: Path, crowded) -> None:
+    """A group may be called what a terminal library would take for a style."""
+    text = json.dumps(crowded[1].to_dict()).replace('"full"', '"[/bold]:smile:"')
+    (tmp_path / "run.json").write_text(text)
+    result = CliRunner().invoke(app, ["map", str(tmp_path / "run.json")])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("group [/bold]:smile:: 12 blocks of 4, step ")
+
+
+def test_a_terminal_without_blocks_gets_other_signs() -> None:
+    runner = CliRunner(charset="ascii")
+    result = runner.invoke(app, ["coalesce", "--pattern", "scattered", "--at", "4"])
+    assert result.exit_code == 0, result.output
+    assert "....##.........................." in result.output
 
 
 def test_audit_says_what_is_wrong(tmp_path: Path, crowded) -> None:

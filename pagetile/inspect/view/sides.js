@@ -13,7 +13,17 @@ function set(node, name, value) {
 
 const PHASES = { running: "running", preempted: "preempted", waiting: "waiting", stop: "finished", length: "finished", abort: "aborted" };
 
+// Tokens that every prompt begins with (a chat template): two lines of them would make all requests look the same.
+function sharedBeginning(run) {
+  const shortest = Math.min(...run.requests.map((r) => r.prompt_tokens)), [one, ...others] = run.requests;
+  let n = 0;
+  while (n < shortest && others.every((r) => r.tokens[n] === one.tokens[n])) n++;
+  return others.length ? Math.max(0, Math.min(n, shortest - 12)) : 0;
+}
+
 function makeRequests(run, list, onSelect) {
+  if (!run.requests.length) return;
+  const skipped = sharedBeginning(run);
   run.requests.forEach((r, number) => {
     const item = element("li", "request");
     item.style.setProperty("--hue", hueOf(number));
@@ -21,10 +31,12 @@ function makeRequests(run, list, onSelect) {
     head.type = "button";
     head.append(element("span", "letter", letterOf(number)), element("span", "label", labelOf(r)), element("span", "phase"));
     head.addEventListener("click", () => onSelect(number));
-    const prompt = r.texts.slice(0, r.prompt_tokens).join("") || `${r.prompt_tokens} tokens`;
+    const rest = r.texts.slice(skipped, r.prompt_tokens).join("").trim();
+    const prompt = rest ? (skipped ? `… ${rest}` : rest) : `${r.prompt_tokens} tokens`;
     const answer = r.texts.slice(r.prompt_tokens).join("");
     const said = element("p", "said");
-    said.append(element("span", "prompt", prompt.trim()), " ", element("span", "answer", answer.trim()));
+    said.title = r.texts.join("");
+    said.append(element("span", "prompt", prompt), " ", element("span", "answer", answer.trim()));
     item.append(head, said, element("ol", "chips"));
     list.append(item);
   });
