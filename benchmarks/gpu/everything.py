@@ -8,6 +8,7 @@ Stages, each in processes of its own with a limit of its own, so that one that f
   one length and replayed at another, no synchronisation, streams, two devices where there are two).
 - ``rows``: the workloads of ``pagetile bench`` for pagetile, its batch-invariant form, torch, and the peers.
 - ``prefix``: a prefix of 8192 under 64 requests of 512 own tokens, shared against plain.
+- ``plans``: tiles that a prefill with heads of 256 could have, beside the plan's own, which spills registers.
 - ``host``: microseconds of host time of one eager call, by the short way, by its plan, and by Triton's public launch.
 
 Every stage leaves its log and rows in ``--out``; ``table.md`` joins the rows, with ratios of this run.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ("tests", "rows", "prefix", "host")
+STAGES = ("tests", "rows", "prefix", "host", "plans")
 OURS = "pagetile"
 WHO = (OURS, "vllm", "flashinfer", "torch", "vllm-triton", "pagetile-invariant")
 """In the order of how much a row without them would be missed."""
@@ -57,13 +58,13 @@ def jobs(stages: Sequence[str], out: Path, peers: Path | None, workers: int) -> 
         first.append(Job("tests", [*command, *without, f"--junitxml={out / 'tests.xml'}"], 230))
     here = [*python, "benchmarks.gpu.everything", "--out", str(out)]
     given = [] if peers is None else ["--peers", str(peers)]
-    for stage in ("host", "prefix"):
+    for stage in ("host", "prefix", "plans"):
         if stage in stages:
             then.append(Job(stage, [*here, "--one", stage], 30))
     if "rows" in stages:
         compiled = [who for who in WHO if who not in ("torch", "vllm")]
         first += [Job(f"warm-{who}", [*here, *given, "--one", "warm", "--who", who], 230) for who in compiled]
-        then += [Job(f"rows-{who}", [*here, *given, "--one", "rows", "--who", who], 45) for who in WHO]
+        then += [Job(f"rows-{who}", [*here, *given, "--one", "rows", "--who", who], 40) for who in WHO]
     return first, then
 
 
@@ -244,6 +245,57 @@ def _public(call: Any, clock: Any) -> float:
         launch.direct_launch_known = known
 
 
+TILES = ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 8, 2), (128, 32, 8, 3))
+"""``(rows, keys, warps, stages)``: the plan's own first. For sm_90 it spills 164 bytes, the second none."""
+
+
+def plans(out: Path) -> dict[str, float | str]:
+    """Microseconds of a causal prefill of 8192 with heads of 256, by tile; to ``plans.json``."""
+    from dataclasses import replace
+
+    import torch
+
+    from pagetile.backends.deferred import error_word
+    from pagetile.backends.protocol import AttendCall
+    from pagetile.backends.triton.backend import device_facts
+    from pagetile.backends.triton.calls import AttendLaunches
+    from pagetile.backends.triton.tuning import plan_attend
+    from pagetile.cli.bench.cases import PREFILL, attend_error, attend_inputs
+    from pagetile.cli.bench.timing import device_us
+    from pagetile.contracts.problem import AttendProblem
+
+    work = next(work for work in PREFILL if work.size == 256)
+    (queries, keys), x = work.seqs[0], attend_inputs(work, 0)
+    problem = AttendProblem(
+        "cuda", "bfloat16", "bfloat16", "paged", 1, queries, queries, keys, work.q_heads, work.kv_heads, work.size,
+        work.size, work.block, (-1, 0),
+    )  # fmt: skip
+    call = AttendCall(
+        problem, x["q"], x["k"], x["v"], x["out"], None, x["starts"], x["lens"], None, x["table"], work.size**-0.5,
+        (-1, 0),
+    )  # fmt: skip
+    plan = plan_attend(problem, device_facts(0))
+    assert plan.rows is not None
+    result: dict[str, float | str] = {}
+    for tile_rows, tile_keys, warps, stages in TILES:
+        tile = plan.rows.tile
+        tile = replace(tile, rows=tile_rows, tokens=tile_rows // tile.heads, keys=tile_keys, warps=warps, stages=stages)
+        name = f"{tile_rows}x{tile_keys}, {warps} warps, {stages} stages"
+        try:
+            launches = AttendLaunches(call, replace(plan, rows=replace(plan.rows, tile=tile)))
+            error = error_word(x["q"].device)
+            launches(call, 0, error)
+            wrong = attend_error(work, x)
+            us, _ = device_us([lambda run=launches, word=error: run(call, 0, word)])
+            result[name] = us if wrong < 1e-2 else f"wrong: {wrong:.1e}"
+        except Exception as failure:  # a tile that does not fit is an answer, too
+            result[name] = f"{type(failure).__name__}: {str(failure)[:80]}"
+        torch.cuda.empty_cache()
+        print(name, result[name], flush=True)
+    (out / "plans.json").write_text(json.dumps(result))
+    return result
+
+
 def table(out: Path) -> str:
     """The rows of all contenders side by side in Markdown: a line a case, the ratio to ours in brackets."""
     found: dict[str, dict[str, dict[str, str]]] = {}
@@ -266,7 +318,7 @@ def table(out: Path) -> str:
                 cells.append(f"{row['us']} ({float(row['us']) / float(ours['us']):.2f}x)")
         facts = [ours[name] if ours else "" for name in ("host_us", "of_copy", "TFLOPs")]
         lines.append(f"| {case} | " + " | ".join([*cells, *facts]) + " |")
-    for name in ("prefix", "host"):
+    for name in ("prefix", "host", "plans"):
         if (out / f"{name}.json").exists():
             lines += ["", f"{name}: `{(out / f'{name}.json').read_text()}`"]
     return "\n".join(lines) + "\n"
@@ -279,7 +331,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--stages", nargs="*", default=list(STAGES), choices=STAGES)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: only to try this file out")
-    parser.add_argument("--one", choices=("rows", "warm", "prefix", "host"), help="one stage, in this process")
+    parser.add_argument("--one", choices=("rows", "warm", "prefix", "host", "plans"), help="one stage, in this process")
     parser.add_argument("--who", choices=WHO, default=OURS)
     asked = parser.parse_args()
     out = asked.out.resolve()
@@ -288,6 +340,8 @@ def main() -> None:
         rows(asked.who, out, asked.peers, asked.device)
     elif asked.one == "warm":
         warm(asked.who, asked.peers, asked.device)
+    elif asked.one == "plans":
+        plans(out)
     elif asked.one == "prefix":
         prefix(out, asked.device, *((64, 16, 4) if asked.device == "cpu" else ()))
     elif asked.one == "host":

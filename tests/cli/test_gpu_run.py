@@ -65,7 +65,7 @@ def test_a_peer_gets_the_workload_under_its_names(tmp_path: Path, monkeypatch: p
 
 def test_jobs_and_their_limits(tmp_path: Path) -> None:
     first, then = everything.jobs(everything.STAGES, tmp_path, tmp_path, 4)
-    assert [job.name for job in then][:3] == ["host", "prefix", "rows-pagetile"]
+    assert [job.name for job in then][:3] == ["host", "prefix", "plans"]
     assert {job.name for job in then} >= {f"rows-{who}" for who in everything.WHO}
     longest = max(job.seconds for job in first) + sum(job.seconds for job in then)
     assert longest <= 9.5 * 60  # and --minutes cuts the rest off
