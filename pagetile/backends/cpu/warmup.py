@@ -21,7 +21,7 @@ class Compiled:
 
 
 def warmup() -> list[Compiled]:
-    """Compile all kernels of this backend, or load them from the cache; takes about half a minute when cold."""
+    """Compile all kernels of this backend, or load them from the cache; takes a minute or so when cold."""
     from pagetile.backends.cpu.kernels.attend import ATTEND
     from pagetile.backends.cpu.kernels.merge import MERGE
     from pagetile.backends.cpu.kernels.prepare import PREPARE
@@ -45,7 +45,20 @@ def warmup() -> list[Compiled]:
         *SCORE.values(),
         *ADD.values(),
         MERGE,
+        *_kernels_beside(),
     ]
     for kernel in kernels:
         kernel.compile()
     return [Compiled(kernel.name, kernel.seconds, kernel.from_cache) for kernel in kernels]
+
+
+def _kernels_beside():
+    """Of gathers, copies of blocks, fused writes and the x-packed layout."""
+    from pagetile.backends.cpu.kernels import legacy
+    from pagetile.backends.cpu.kernels.blocks import COPY
+    from pagetile.backends.cpu.kernels.fused import FUSED
+    from pagetile.backends.cpu.kernels.gather import GATHER
+    from pagetile.backends.cpu.kernels.legacy_write import XPACKED
+
+    packed = (XPACKED, legacy.PARTITIONS, legacy.ADD, *legacy.SCORE.values(), *legacy.WEIGH.values())
+    return [GATHER, COPY, FUSED, *packed]
