@@ -217,6 +217,7 @@ def attend_packed_kernel(
     KEY_STARTS: tl.constexpr,
     SPLIT: tl.constexpr,
     WIDE: tl.constexpr,
+    DENSE: tl.constexpr,
 ):
     """``SPLIT``: one partition a program, its state to ``sums``, ``maxima``, ``partial``; else ``out`` and ``lse``."""
     kv_head = tl.program_id(1) // HEAD_TILES
@@ -250,7 +251,9 @@ def attend_packed_kernel(
     column = first_bad_column(lo, hi, place, LOG2_BLOCK, 64)
     if column != NO_COLUMN:
         report_bad_column(error, seq, column, place)
-    keys = (k + kv_head.to(tl.int64) * k_head, k_block, k_pack, k_token)
+    # A constant where it can be: a step of 8 says nothing of alignment to a compiler that looks for multiples of 16.
+    token_step = X if DENSE else k_token
+    keys = (k + kv_head.to(tl.int64) * k_head, k_block, k_pack, token_step)
     values = (v + kv_head.to(tl.int64) * v_head, v_block, v_channel)
     rows = (token + seq_len - q_len, row_lo, row_hi, slope)
     peak, total, acc, unused = empty_state(ROWS, DV_PAD, 0)

@@ -63,7 +63,7 @@ def plan_packed(problem: AttendProblem, device: DeviceFacts, states: bool) -> Pa
     if problem.max_q_len > 1 and not problem.batch_invariant:
         tokens = max(1, min(power_of_two(problem.max_q_len), 64 // heads))
     rows = max(16, power_of_two(tokens * heads))
-    # Twice as many keys a step spill registers on an H100 (compiled ahead: 255 registers, 24 bytes).
+    # Compiled for an H100: 114 registers, four programs a multiprocessor; 64 keys a step take 191, and two fit.
     keys = 32 if wide <= 128 and problem.dtype != "float32" else 16
     head_tiles = -(-problem.group // heads)
     programs = problem.num_seqs * problem.num_kv_heads * head_tiles * -(-problem.max_q_len // tokens)
@@ -158,6 +158,7 @@ def _packed_launch(call: AttendCall, plan: PackedPlan, parts: int, native: bool)
         "KEY_STARTS": call.key_starts is not None,
         "SPLIT": plan.split,
         "WIDE": max(call.k.shape[2] * call.k.stride(2), problem.head_size_v * call.v.stride(2)) >= 2**31,
+        "DENSE": call.k.stride(3) == call.k.shape[4],
     }
     tiles = -(-problem.max_q_len // plan.tokens)
     num_seqs = call.query_start_loc.shape[0] - 1
