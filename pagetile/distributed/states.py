@@ -71,12 +71,19 @@ def start_combine(
     require_dtype("out", out, (torch.float32, torch.float16, torch.bfloat16))
     require_dtype("lse", lse, (torch.float32,))
     dtype = dtype or out.dtype
-    if exchange.size == 1:
-        return lambda: (out.to(dtype), lse)
+    if exchange.size == 1 or sizes["T"] == 0:  # nothing to exchange, which every rank knows
+        whole = exchange.size == 1 or mode == "all_gather"
+        part = slice(None) if whole else as_slice(shares(sizes["H"], exchange.size)[exchange.rank])
+        return lambda: (out[:, part].to(dtype), lse[part])
     if mode == "reduce_scatter":
         return _reduce_scatter(exchange, out, lse, dtype)
     start = _all_to_all if mode == "all_to_all" else _all_gather
     return start(exchange, out, lse, dtype, backend)
+
+
+def as_slice(part: range) -> slice:
+    """The slice that takes the heads of a share."""
+    return slice(part.start, part.stop)
 
 
 def message_bytes(num_tokens: int, heads: int, head_size_v: int, itemsize: int) -> int:

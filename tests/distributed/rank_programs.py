@@ -33,6 +33,8 @@ CASES = [
     AttendCase(seqs=PREFILL, num_q_heads=4, num_kv_heads=2, window=(9, -1), softcap=3.0, seed=3),
     AttendCase(seqs=PREFILL, num_q_heads=4, num_kv_heads=2, causal=False, window=(6, 2), seed=4),
     AttendCase(seqs=((1, 1), (0, 0)), num_q_heads=4, num_kv_heads=2, seed=5),  # empty shards
+    AttendCase(seqs=((0, 9), (0, 0)), num_q_heads=4, num_kv_heads=2, seed=9),  # no queries at all
+    AttendCase(seqs=((1, 20_000), (1, 3)), num_q_heads=4, num_kv_heads=2, seed=10),
     AttendCase(seqs=DECODE, num_q_heads=4, num_kv_heads=2, dtype="bfloat16", head_size=32, head_size_v=16, seed=6),
     AttendCase(seqs=PREFILL, num_q_heads=4, num_kv_heads=2, dtype="bfloat16", seed=7),
     AttendCase(seqs=DECODE, num_q_heads=4, num_kv_heads=2, kind="fp8_e4m3", scale="float", seed=8),
