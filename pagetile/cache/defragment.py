@@ -73,5 +73,5 @@ def defragment(table: SequenceTable, cache: PagedKVCache) -> Moves:
         for seq in table.sequences:
             released = seq.released[name]
             row = seq.blocks[name]
-            row[released:] = array("i", (moved.get(block, block) for block in row[released:]))
+            row[released:] = array("i", [moved.get(block, block) for block in row[released:]])
     return moves
