@@ -60,6 +60,7 @@ def attend(call: AttendCall) -> None:
     block = memory.integers
     block[P.A_FIXED : P.ATTEND_SLOTS] = form.slots
     _put_tensors(block, call)
+    kept = None if call.k_scale is call.v_scale is None else _put_scales(block, call)
     scratch = _put_scratch(block, call, form.layout, threads)
     PREPARE(memory.address)
     if block[P.ERROR]:
@@ -68,7 +69,7 @@ def attend(call: AttendCall) -> None:
     if block[P.A_BAD]:  # sums that overflowed, or NaN: once more, for those rows, with smaller weights
         memory.floats[P.A_BIAS_F] = SMALLER
         _run(memory, threads)
-    del scratch  # kept alive until here: the block holds only its address
+    del scratch, kept  # kept alive until here: the block holds only their addresses
 
 
 def _run(memory: Memory, threads: int) -> None:
@@ -161,6 +162,28 @@ class _Layout:
     fixed: array
 
 
+def _put_scales(block, call: AttendCall) -> list[Tensor]:
+    """Addresses and steps of the scales of K and V; what must stay alive for them."""
+    kept = []
+    for first, scale in ((P.A_KS, call.k_scale), (P.A_VS, call.v_scale)):
+        if scale is None:
+            continue
+        if not isinstance(scale, Tensor):
+            scale = torch.full((), scale, dtype=torch.float32)
+        kept.append(scale)
+        seq = home = token = head = 0
+        if scale.dim() == 3:
+            home, token, head = scale.stride()
+        elif scale.dim() == 2:
+            seq, head = scale.stride()
+        elif scale.numel() > 1:
+            head = scale.stride(0)
+        steps = (seq * 4, home * 4, token * 4, head * 4, scale.dim() == 3)
+        for slot, value in enumerate((_float32("a scale", scale), *steps), start=first):
+            block[slot] = value
+    return kept
+
+
 class _Form(NamedTuple):
     """A parameter block with all that does not change between calls of the same shapes.
 
@@ -231,6 +254,7 @@ def _put_strides(block, call: AttendCall) -> None:
     row, head, _ = out.stride()
     block[P.A_OUT_ROW] = row * size
     block[P.A_OUT_HEAD] = head * size
+    size = k.element_size()
     *home, token, head, _ = k.stride()
     block[P.A_K_BLOCK] = home[0] * size if paged else 0
     block[P.A_K_TOKEN] = token * size
@@ -286,6 +310,7 @@ def _layout(problem: AttendProblem, threads: int, near_heads: int) -> _Layout:
         P.A_S_ALONE: 16 * size_v,
         P.A_S_ZEROS: size_v,
         P.A_S_TURN: 2048,
+        P.A_S_FACTORS: 2 * SCORE_BYTES,
         P.A_S_TURNED: plan.task_heads * block * 2048 if dot else 0,
     }
     values, worker = {}, 0

@@ -1,4 +1,4 @@
-"""The CPU backend: numba kernels with explicit vectors, for unquantised caches addressed by strides.
+"""The CPU backend: numba kernels with explicit vectors, for caches addressed by strides.
 
 Nothing heavy is imported until the first call: :meth:`CpuBackend.why_not` answers without numba.
 """
@@ -26,7 +26,9 @@ class CpuBackend:
     """Write, attend and merge on the CPU.
 
     Results do not depend on the batch, on splits or on the number of threads: ``batch_invariant=True`` is what it does
-    anyway. All arithmetic is float32, whatever the dtype of the cache.
+    anyway. All arithmetic is float32, whatever the dtype of the cache; only products of bfloat16 by bfloat16 are taken
+    in that dtype, and summed in float32, where the machine has instructions for it (see ``isa``). Quantised caches are
+    widened on their way into the products: the scale of K goes into the score, that of V into the sum.
     """
 
     name = "cpu"
@@ -52,13 +54,16 @@ class CpuBackend:
             return reasons
         if problem.layout == "xpacked":
             return reasons + _xpacked_reasons(problem)
-        if isinstance(problem, WriteProblem) and problem.kind in QUANTISED:
+        if problem.kind in QUANTISED:
+            if isinstance(problem, AttendProblem) and problem.layout == "ragged" and problem.scale == "token_head":
+                reasons.append("a scale for each token needs a paged cache: it has the cache's blocks")
             return reasons
         if problem.kind != problem.dtype:
-            what = "reading a quantised cache" if problem.kind in QUANTISED else "a cache of another dtype"
-            reasons.append(f"{what} ({problem.kind}) under {problem.dtype} is not implemented on the CPU")
+            reasons.append(
+                f"a cache of another dtype ({problem.kind}) under {problem.dtype} is not implemented on the CPU"
+            )
         if problem.scale != "none":
-            reasons.append(f"a scale (of granularity {problem.scale}) is not implemented on the CPU")
+            reasons.append(f"a scale (of granularity {problem.scale}) over a cache of {problem.kind}, which has none")
         return reasons
 
     def write(self, call: WriteCall) -> None:

@@ -34,6 +34,8 @@ ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
     A_CAP_F,                                        # softcap, 0 is off
     A_SLOPES, A_SLOPES_SEQ, A_SLOPES_HEAD,          # address 0: none
     A_SINKS, A_SINKS_HEAD,                          # address 0: none
+    A_KS, A_KS_SEQ, A_KS_BLOCK, A_KS_TOKEN, A_KS_HEAD, A_KS_OWN,  # scales of K; address 0: none; OWN: one a token
+    A_VS, A_VS_SEQ, A_VS_BLOCK, A_VS_TOKEN, A_VS_HEAD, A_VS_OWN,
     A_TASKS, A_TASK_COST, A_TASK_ORDER, A_BUCKETS, A_GROUPS,   # arrays that prepare fills
     A_SCRATCH,                                      # of all workers, then come the arrays above and the partial states
     A_PARTIALS,                                     # states of split tasks, a segment each
@@ -44,12 +46,12 @@ ERROR, ERROR_ROW, ERROR_COLUMN, ERROR_VALUE = range(4)
     A_SCRATCH_BYTES,                                # a worker's share
     A_S_QUERY, A_S_SCORE, A_S_CHUNK, A_S_KEEP, A_S_STATE, A_S_TOTAL,  # offsets in it
     A_S_KADDR, A_S_VADDR, A_S_STAGE, A_S_SADDR, A_S_RANGE,
-    A_S_PACKED, A_S_WEIGHT, A_S_TILES, A_S_ALONE, A_S_ZEROS, A_S_TURN, A_S_TURNED,
+    A_S_PACKED, A_S_WEIGHT, A_S_TILES, A_S_ALONE, A_S_ZEROS, A_S_TURN, A_S_TURNED, A_S_FACTORS,
     A_STAGE_STRIDE,
     A_SUM_VECTORS,                                  # of a row of sums
     A_DOT,                                          # queries and weights are packed bfloat16
-) = range(4, 101)
-ATTEND_SLOTS = 101
+) = range(4, 114)
+ATTEND_SLOTS = 114
 A_FIXED = ERROR
 """From here to the end a block is first filled as it was for the last call of the same shapes."""
 

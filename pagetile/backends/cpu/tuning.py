@@ -63,6 +63,10 @@ MERGE_CHUNK = 16 << 10
 """Elements a ticket of a merge: about 10 microseconds of work, so that one ticket is never worth a second thread."""
 
 
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of an element; 1 of a quantised one."""
+
+
 def _print(self) -> str:
     lines = [f"{type(self).__name__}"]
     lines += [f"  {f.name} = {getattr(self, f.name)}" for f in fields(self) if f.name != "why"]
@@ -143,7 +147,7 @@ def _task_heads(problem: AttendProblem, near: int, wanted: int, segments: int) -
     """KV heads of a task, and why."""
     if near == 1:
         return 1, "1: a head's tokens are neighbours in memory, so one head reads in address order"
-    size = max(problem.head_size, problem.head_size_v) * (4 if problem.kind == "float32" else 2)
+    size = max(problem.head_size, problem.head_size_v) * _BYTES.get(problem.kind, 1)
     fit = min(near, max(1, CHUNK_BYTES // (CHUNK * size)))
     if problem.num_seqs * segments * -(-near // fit) < wanted:
         return 1, f"1: {problem.num_seqs} sequences of up to {segments} segments are too few tasks otherwise"

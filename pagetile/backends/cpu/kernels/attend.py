@@ -35,7 +35,7 @@ from pagetile.backends.cpu.kernels.elements import (
 )
 from pagetile.backends.cpu.kernels.finish import finish_rows, seen_in
 from pagetile.backends.cpu.kernels.pairs import may_score_in_place, packed_bytes, turn_queries
-from pagetile.backends.cpu.kernels.softmax import add_state, clear_row, mix_rows, pack_row
+from pagetile.backends.cpu.kernels.softmax import add_state, clear_row, mix_rows, multiply_row, pack_row
 from pagetile.backends.cpu.kernels.vector import ROW_BYTES, calls
 from pagetile.backends.cpu.tuning import CHUNK, SCORE_PAD, SEGMENT
 
@@ -52,6 +52,9 @@ def _read_queries(block, scratch, task):
     source = slot_value(block, P.A_Q) + (start + slot_value(task, P.T_TOKEN)) * slot_value(block, P.A_Q_ROW)
     target = scratch + slot_value(block, P.A_S_QUERY)
     packed = scratch + slot_value(block, P.A_S_PACKED) if slot_value(block, P.A_DOT) else 0
+    scales = 0  # of K, where a head's keys share one: the query takes it, and with it every score
+    if slot_value(block, P.A_KS) and slot_value(block, P.A_KS_OWN) == 0:
+        scales = slot_value(block, P.A_KS) + slot_value(task, P.T_SEQ) * slot_value(block, P.A_KS_SEQ)
     turned = packed and may_score_in_place(block, tokens * group)
     for head in range(heads):
         for token in range(tokens):
@@ -59,6 +62,9 @@ def _read_queries(block, scratch, task):
                 query_head = (slot_value(task, P.T_HEAD) + head) * group + member
                 place = source + token * slot_value(block, P.A_Q_ROW) + query_head * slot_value(block, P.A_Q_HEAD)
                 read_strided(place, bytes_of(dtype), target, size, dtype)
+                if scales:
+                    scale = scales + (slot_value(task, P.T_HEAD) + head) * slot_value(block, P.A_KS_HEAD)
+                    multiply_row(target, vectors_of(size), get_f32(scale))
                 if packed:
                     pack_row(target, packed, vectors_of(size))
                     packed += packed_bytes(size)

@@ -36,10 +36,15 @@ _LINE = 64
 
 _NATIVE_HALF = host_isa().native_half
 
+_FP8 = {"fp8_e4m3": (20, 2.0**120, 0x7F, 0x7FC00000), "fp8_e5m2": (21, 2.0**112, 0x7C, 0x7F800000)}
+"""Place of the last mantissa bit in float32, what moves the exponent, the first magnitude that is not finite, and what
+those become: e4m3 has no infinity, its one special magnitude is NaN."""
+
 A = types.int64  # an address or a count
 F = types.float32
 
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.int16(0), np.uint16(0)
+FP8_E4M3, FP8_E5M2, INT8 = np.uint8(0), np.int32(0), np.int8(0)
 """Tags: values whose types choose an element dtype, see :data:`pagetile.backends.cpu.kernels.vector.TAGS`."""
 
 
@@ -131,13 +136,22 @@ def to_float(b: ir.IRBuilder, dtype: str, address: ir.Value, offset: int = 0, co
     """``count`` elements of a dtype, exactly, as float32."""
     if dtype == "float32":
         return load(b, address, vec(f32, count), offset)
-    return widen(b, dtype, load(b, address, vec(i16, count), offset))
+    return widen(b, dtype, load(b, address, vec(stored_type(dtype), count), offset))
+
+
+def stored_type(dtype: str) -> ir.IntType:
+    """The integer that an element of a narrow dtype is loaded as."""
+    return i16 if ELEMENT_BYTES[dtype] == 2 else i8
 
 
 def widen(b: ir.IRBuilder, dtype: str, bits: ir.Value) -> ir.Value:
-    """Elements of a 16-bit dtype, given as int16, exactly, as float32."""
+    """Elements of a 16-bit or 8-bit dtype, given as integers, exactly, as float32."""
     count = bits.type.count if isinstance(bits.type, ir.VectorType) else 1
     wide = vec(i32, count)
+    if dtype == "int8":
+        return b.sitofp(b.sext(bits, wide), vec(f32, count))
+    if dtype in _FP8:
+        return _fp8_to_float(b, dtype, b.zext(bits, wide))
     if dtype == "bfloat16":
         return b.bitcast(b.shl(b.zext(bits, wide), constant(16, wide)), vec(f32, count))
     if _NATIVE_HALF:
@@ -163,6 +177,20 @@ def from_float(b: ir.IRBuilder, dtype: str, value: ir.Value, address: ir.Value) 
         store(b, b.fptrunc(value, vec(f16, count)), address)
     else:
         store(b, _float_to_half(b, value, count), address)
+
+
+def _fp8_to_float(b: ir.IRBuilder, dtype: str, bits: ir.Value) -> ir.Value:
+    """fp8 in int32 lanes to float32, by integers and one exact multiplication (which also normalises subnormals)."""
+    wide = bits.type
+    real = vec(f32, wide.count) if isinstance(wide, ir.VectorType) else f32
+    shift, power, special, beyond = _FP8[dtype]
+    sign = b.shl(b.and_(bits, constant(0x80, wide)), constant(24, wide))
+    rest = b.and_(bits, constant(0x7F, wide))
+    moved = b.shl(rest, constant(shift, wide))
+    finite = b.bitcast(b.fmul(b.bitcast(moved, real), constant(power, real)), wide)
+    odd = b.or_(moved, constant(beyond, wide))
+    value = b.select(b.icmp_unsigned(">=", rest, constant(special, wide)), odd, finite)
+    return b.bitcast(b.or_(value, sign), real)
 
 
 def _half_to_float(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:

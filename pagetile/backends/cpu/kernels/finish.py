@@ -46,7 +46,7 @@ def _write_lse(block, query_head, row, value):
 
 
 @inlined
-def _finish_row(block, query_head, sums, largest, total, vectors):
+def _finish_row(block, seq, query_head, sums, largest, total, vectors):
     """Divide a row that saw keys by its denominator, in place, the sink included; its log-sum-exp."""
     sinks = slot_value(block, P.A_SINKS)
     top = np.float64(largest) * get_double(block + P.A_NATURAL_F * 8)  # natural units from here on
@@ -58,6 +58,11 @@ def _finish_row(block, query_head, sums, largest, total, vectors):
             factor = exp2_of(np.float32((before - top) * LOG2E))
             bias = get_double(block + P.A_BIAS_F * 8)
             total = total * factor + exp2_of(np.float32((sink - top) * LOG2E - bias))
+    if slot_value(block, P.A_VS) and slot_value(block, P.A_VS_OWN) == 0:
+        scale = seq * slot_value(block, P.A_VS_SEQ) + query_head // slot_value(block, P.A_GROUP) * slot_value(
+            block, P.A_VS_HEAD
+        )
+        factor *= get_f32(slot_value(block, P.A_VS) + scale)
     divide_row(sums, sums, vectors, factor, total)
     if slot_value(block, P.A_DOT):
         reorder_row(sums, vectors)
@@ -97,13 +102,13 @@ def finish_rows(block, scratch, task, ranges, state):
                 if again:
                     if seen and not _is_finite(block, scratch, target, dtype, size):
                         largest, total = get_f32(maxima + row * 4), get_f32(maxima + (rows + row) * 4)
-                        _finish_row(block, query_head, sums, largest, total, vectors)
+                        _finish_row(block, slot_value(task, P.T_SEQ), query_head, sums, largest, total, vectors)
                         write_strided(sums, target, bytes_of(dtype), size, dtype)
                     row += 1
                     continue
                 if seen:
                     largest, total = get_f32(maxima + row * 4), get_f32(maxima + (rows + row) * 4)
-                    lse = _finish_row(block, query_head, sums, largest, total, vectors)
+                    lse = _finish_row(block, slot_value(task, P.T_SEQ), query_head, sums, largest, total, vectors)
                     if not all_finite(sums, vectors):
                         put_slot(block, P.A_BAD, 1)
                 else:  # the state is still the zeros it was cleared to

@@ -15,6 +15,9 @@ from pagetile.backends.cpu.kernels.elements import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    FP8_E4M3,
+    FP8_E5M2,
+    INT8,
     get_i64,
     prefetch_rows,
     slot_value,
@@ -149,8 +152,26 @@ def score_float16(block, scratch, task, start, first, last):
     _score_chunk(block, scratch, task, start, first, last, FLOAT16)
 
 
+def score_fp8_e4m3(block, scratch, task, start, first, last):
+    """Scores against fp8_e4m3 keys."""
+    _score_chunk(block, scratch, task, start, first, last, FP8_E4M3)
+
+
+def score_fp8_e5m2(block, scratch, task, start, first, last):
+    """Scores against fp8_e5m2 keys."""
+    _score_chunk(block, scratch, task, start, first, last, FP8_E5M2)
+
+
+def score_int8(block, scratch, task, start, first, last):
+    """Scores against int8 keys."""
+    _score_chunk(block, scratch, task, start, first, last, INT8)
+
+
 SCORE = {
     "float32": Kernel(score_float32),
     "bfloat16": Kernel(score_pairs if DOT else score_bfloat16),
     "float16": Kernel(score_float16),
+    "fp8_e4m3": Kernel(score_fp8_e4m3),
+    "fp8_e5m2": Kernel(score_fp8_e5m2),
+    "int8": Kernel(score_int8),
 }

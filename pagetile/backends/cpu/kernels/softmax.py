@@ -221,6 +221,28 @@ def negate(b, scores, low, high):
     _over(b, scores, low, high, [], lambda _v, s, _seen, now: (b.fneg(s), now))
 
 
+@emits(types.void, A, A, A, A)
+def multiply_scores(b, scores, factors, low, high):
+    """Each score (or weight) times the factor of its key."""
+
+    def body(vector, s, _seen, now):
+        return b.fmul(s, load(b, advance(b, factors, vector, ROW_BYTES), vec(f32))), now
+
+    _over(b, scores, low, high, [], body)
+
+
+@emits(types.void, A, A, F)
+def multiply_row(b, row, vectors, factor):
+    factors = splat(b, factor)
+
+    def body(i, _):
+        here = advance(b, row, i, ROW_BYTES)
+        store(b, b.fmul(load(b, here, vec(f32)), factors), here)
+        return []
+
+    counted(b, vectors, [], body)
+
+
 @emits(types.void, A, A)
 def clear_row(b, row, vectors):
     def body(i, _):

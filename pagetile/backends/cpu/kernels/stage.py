@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 
 from pagetile.backends.cpu.jit import inlined
-from pagetile.backends.cpu.kernels.elements import get_i64, read_row, to_float, widen
+from pagetile.backends.cpu.kernels.elements import get_i64, read_row, stored_type, to_float, widen
 from pagetile.backends.cpu.kernels.vector import (
     ELEMENT_BYTES,
     ROW_BYTES,
@@ -35,8 +35,8 @@ from pagetile.backends.cpu.kernels.vector import (
 
 A = types.int64
 
-_STEP = {"float32": W, "bfloat16": W, "float16": W, "pairs": 2 * W}
-"""Elements of a row that one vector takes."""
+_PAIR = 2 * W
+"""Elements of a row that one vector of pairs takes; ``W`` of anything else."""
 
 
 def _whole(b, dtype, address):
@@ -52,7 +52,7 @@ def _part(b, dtype, address, count):
         return b.bitcast(load_some(b, address, vec(i16, 2 * W), count), vec(i32))
     if dtype == "float32":
         return load_some(b, address, vec(f32), count)
-    return widen(b, dtype, load_some(b, address, vec(i16), count))
+    return widen(b, dtype, load_some(b, address, vec(stored_type(dtype)), count))
 
 
 def _loaded_transposed(b, rows, quarters: int = W // 4):
@@ -84,7 +84,7 @@ def _loaded_transposed(b, rows, quarters: int = W // 4):
 @emits(types.void, A, A, A, A, tagged=True)
 def stage_keys(b, dtype, addresses, offset, size, target):
     """A tile of ``2 W`` keys, transposed: for each element (or pair) a row of ``2 W`` words at ``target``."""
-    step, element = _STEP[dtype], 2 if dtype == "pairs" else ELEMENT_BYTES[dtype]
+    step, element = _PAIR if dtype == "pairs" else W, 2 if dtype == "pairs" else ELEMENT_BYTES[dtype]
     whole = b.sdiv(size, ir.Constant(i64, step))
     rest = b.sub(size, b.mul(whole, ir.Constant(i64, step)))
 

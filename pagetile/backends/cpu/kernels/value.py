@@ -16,6 +16,9 @@ from pagetile.backends.cpu.kernels.elements import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    FP8_E4M3,
+    FP8_E5M2,
+    INT8,
     get_i64,
     slot_value,
 )
@@ -195,8 +198,26 @@ def add_float16(block, scratch, task, start, first, last, ahead, sums):
     _value_chunk(block, scratch, task, start, first, last, ahead, sums, FLOAT16)
 
 
+def add_fp8_e4m3(block, scratch, task, start, first, last, ahead, sums):
+    """Add the weighted fp8_e4m3 values."""
+    _value_chunk(block, scratch, task, start, first, last, ahead, sums, FP8_E4M3)
+
+
+def add_fp8_e5m2(block, scratch, task, start, first, last, ahead, sums):
+    """Add the weighted fp8_e5m2 values."""
+    _value_chunk(block, scratch, task, start, first, last, ahead, sums, FP8_E5M2)
+
+
+def add_int8(block, scratch, task, start, first, last, ahead, sums):
+    """Add the weighted int8 values."""
+    _value_chunk(block, scratch, task, start, first, last, ahead, sums, INT8)
+
+
 ADD = {
     "float32": Kernel(add_float32),
     "bfloat16": Kernel(add_pairs if DOT else add_bfloat16),
     "float16": Kernel(add_float16),
+    "fp8_e4m3": Kernel(add_fp8_e4m3),
+    "fp8_e5m2": Kernel(add_fp8_e5m2),
+    "int8": Kernel(add_int8),
 }

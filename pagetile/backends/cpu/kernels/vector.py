@@ -52,11 +52,27 @@ class _Bfloat(ir.Type):
 
 bf16 = _Bfloat()
 
-TAGS = {types.float32: "float32", types.int16: "bfloat16", types.uint16: "float16", types.uint32: "pairs"}
+TAGS = {
+    types.float32: "float32",
+    types.int16: "bfloat16",
+    types.uint16: "float16",
+    types.uint32: "pairs",
+    types.uint8: "fp8_e4m3",
+    types.int32: "fp8_e5m2",
+    types.int8: "int8",
+}
 """A kernel's element dtype is chosen by the *type* of a dummy argument: numba specialises on it. ``pairs`` are two
 neighbouring bfloat16 in one word, which a ``dot`` of :mod:`pagetile.backends.cpu.isa` multiplies and adds at once."""
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "pairs": 4}
+ELEMENT_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "pairs": 4,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
 
 
 def emits(result, *arguments, tagged: bool = False) -> Callable:

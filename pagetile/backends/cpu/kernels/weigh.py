@@ -7,7 +7,7 @@ import numpy as np
 from pagetile.backends.cpu import params as P
 from pagetile.backends.cpu.jit import Kernel, inlined
 from pagetile.backends.cpu.kernels.address import key_span, query_span
-from pagetile.backends.cpu.kernels.elements import get_f32, get_f64, get_i64, put_f32, slot_value
+from pagetile.backends.cpu.kernels.elements import get_f32, get_f64, get_i64, index_at, put_f32, slot_value
 from pagetile.backends.cpu.kernels.pairs import WEIGHT_BYTES
 from pagetile.backends.cpu.kernels.score import SCORE_BYTES
 from pagetile.backends.cpu.kernels.softmax import (
@@ -17,6 +17,7 @@ from pagetile.backends.cpu.kernels.softmax import (
     exp_and_sum,
     exp_to_pairs,
     finite_shift,
+    multiply_scores,
     negate,
     row_max,
     soft_cap,
@@ -65,6 +66,22 @@ def _weigh_row(scores, weights, low, high, largest_at, total_at, keep_at, unit, 
 
 
 @inlined
+def _gather_factors(block, seq, head, start, first, last, scales, factors):
+    """The scales of the keys ``start + [first, last)`` of a KV head, to the same places of a row; ``scales`` is the
+    first of their slots. A scale that belongs to no visible key is not looked at."""
+    block_size = slot_value(block, P.A_BLOCK_SIZE)
+    row = slot_value(block, P.A_TABLE) + seq * slot_value(block, P.A_TABLE_ROW)
+    base = slot_value(block, scales) + head * slot_value(block, scales + P.A_KS_HEAD - P.A_KS)
+    for key in range(first, last):
+        logical = (start + key) // block_size
+        offset = start + key - logical * block_size
+        home = index_at(row, logical, slot_value(block, P.A_TABLE_WIDE)) * slot_value(
+            block, scales + P.A_KS_BLOCK - P.A_KS
+        )
+        put_f32(factors + key * 4, get_f32(base + home + offset * slot_value(block, scales + P.A_KS_TOKEN - P.A_KS)))
+
+
+@inlined
 def _weigh_chunk(block, scratch, task, start, first, last, state, weigh):
     """Turn scores into weights, row by row; note by how much each row's state shrinks, and clear the chunk's sums."""
     seq, group, tokens = slot_value(task, P.T_SEQ), slot_value(block, P.A_GROUP), slot_value(task, P.T_TOKENS)
@@ -77,8 +94,14 @@ def _weigh_chunk(block, scratch, task, start, first, last, state, weigh):
     edits = slot_value(block, P.A_EDITS)
     _, q_len = query_span(block, seq)
     _, seq_len = key_span(block, seq)
+    k_factors = scratch + slot_value(block, P.A_S_FACTORS)
+    v_factors, k_own, v_own = k_factors + SCORE_BYTES, slot_value(block, P.A_KS_OWN), slot_value(block, P.A_VS_OWN)
     row = 0
     for head in range(slot_value(task, P.T_HEAD), slot_value(task, P.T_HEAD) + heads):
+        if k_own:
+            _gather_factors(block, seq, head, start, first, last, P.A_KS, k_factors)
+        if v_own:
+            _gather_factors(block, seq, head, start, first, last, P.A_VS, v_factors)
         for token in range(tokens):
             low = max(first, get_i64(ranges + token * 16) - start)
             high = min(last, get_i64(ranges + token * 16 + 8) - start)
@@ -86,10 +109,14 @@ def _weigh_chunk(block, scratch, task, start, first, last, state, weigh):
                 position = slot_value(task, P.T_TOKEN) + token + seq_len - q_len - start
                 for member in range(group):
                     here, at = scores + (row + member) * SCORE_BYTES, (row + member) * 4
+                    if k_own:
+                        multiply_scores(here, k_factors, low, high)
                     if edits:
                         _edit_scores(block, here, low, high, seq, head * group + member, position)
                     there = weights + (row + member) * WEIGHT_BYTES
                     _weigh_row(here, there, low, high, maxima + at, totals + at, keeps + at, unit, bias, weigh)
+                    if v_own:
+                        multiply_scores(here, v_factors, low, high)
                 clear_row(sums + row * vectors * ROW_BYTES, group * vectors)
             row += group
 
@@ -107,3 +134,4 @@ def weigh_pairs(block, scratch, task, start, first, last, state):
 _FLOATS = Kernel(weigh_floats)
 
 WEIGH = {"float32": _FLOATS, "bfloat16": Kernel(weigh_pairs) if DOT else _FLOATS, "float16": _FLOATS}
+WEIGH |= dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "int8"), _FLOATS)
