@@ -49,7 +49,8 @@ format: $(STAMP)
 
 check: lint types test        ## what CI runs
 
-bench-cpu: $(STAMP)
+bench-cpu: $(STAMP)           ## kernels beside torch and the machine's limits, then the engine beside generate_batch
+	$(BIN)/python -m benchmarks.cpu.bench --csv cpu.csv
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cpu.generate
 
 wheel: $(STAMP)

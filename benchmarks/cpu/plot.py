@@ -20,7 +20,7 @@ def main() -> int:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("matplotlib is not installed; pip install matplotlib")
+        print("matplotlib is not installed; pip install 'pagetile[plot]'")
         return 1
     with Path(sys.argv[1]).open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["who"] != "pagetile"]
