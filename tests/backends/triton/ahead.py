@@ -73,13 +73,18 @@ def compile_launch(launch: Any, tensors: tuple[torch.Tensor, ...], capability: i
     compiled = compile_source(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-    ptxas = tools / ("ptxas-blackwell" if capability >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas")
+    tools_at_hand = [tools / name for name in ("ptxas", "ptxas-blackwell") if (tools / name).exists()]
+    if capability >= 100:
+        tools_at_hand.reverse()
     with tempfile.NamedTemporaryFile("w", suffix=".ptx", delete=False) as f:
         f.write(compiled.asm["ptx"])
+    log = ""
     try:
-        log = subprocess.run(
-            [ptxas, "-v", f"--gpu-name={arch}", f.name, "-o", os.devnull], capture_output=True, text=True, check=False
-        ).stderr
+        for ptxas in tools_at_hand:  # Triton 3.9 writes PTX that the first of its two assemblers is too old for
+            command = [ptxas, "-v", f"--gpu-name={arch}", f.name, "-o", os.devnull]
+            log = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+            if "Unsupported .version" not in log:
+                break
     finally:
         os.unlink(f.name)
     registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
