@@ -72,6 +72,6 @@ def defragment(table: SequenceTable, cache: PagedKVCache) -> Moves:
         table.pools[name].renumber(moved)
         for seq in table.sequences:
             released = seq.released[name]
-            row = seq.blocks[name]
-            row[released:] = array("i", [moved.get(block, block) for block in row[released:]])
+            row = seq.blocks[name].tolist()
+            seq.blocks[name] = array("i", row[:released] + [moved.get(block, block) for block in row[released:]])
     return moves

@@ -85,7 +85,7 @@ def guards_hold() -> bool:
                 torch.ones(3, 4, requires_grad=True),
                 torch.ones(3, 4).as_subclass(_Other),
                 torch.nn.Parameter(torch.ones(3, 4), requires_grad=False),
-                torch._neg_view(torch.ones(3, 4)),
+                torch._neg_view(torch.ones(3, 4)),  # pyright: ignore[reportPrivateImportUsage]
                 None,
             ]
             good = all(check(*pair) for pair in alike)
