@@ -285,7 +285,7 @@ def _put_numbers(block, floats, call: AttendCall) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _layout(problem: AttendProblem, threads: int, near_heads: int) -> _Layout:
-    plan = plan_attend(problem, threads, near_heads)
+    plan = plan_attend(problem, threads, near_heads, host_isa().dot)
     size, size_v = -(-problem.head_size // W) * W * 4, -(-problem.head_size_v // W) * W * 4
     rows, stride = plan.rows, -(-max(problem.head_size, problem.head_size_v) // 32) * 32 * 4
     dot = bool(host_isa().dot) and problem.kind == "bfloat16"

@@ -32,7 +32,7 @@ while it adds those, for the next chunk's keys: all of that must fit the L2 cach
 than no prefetch at all, this is 1.1 to 1.6 times faster."""
 
 STAGE_ROWS = 16
-"""From this many rows a KV head, K and V are first copied to contiguous float32. Four register blocks then reuse each
+"""From this many rows a KV head, values are first copied to contiguous float32. Four register blocks then reuse each
 row, which pays for the copy; a cache's own row stride (often 4 KiB) would put them all in the same L1 sets."""
 
 STAGED_KEYS = 32
@@ -101,13 +101,21 @@ class AttendPlan:
     __str__ = _print
 
 
-def plan_attend(problem: AttendProblem, threads: int, near_heads: int) -> AttendPlan:
+_PRODUCTS = {
+    "": "float32 multiply-adds: this CPU has no product of bfloat16 pairs, or was told to do without",
+    "bf16": "bfloat16 pairs by vdpbf16ps, summed in float32: this CPU has avx512bf16 and no tiles",
+    "amx": "bfloat16 pairs by tiles, summed in float32: this CPU has amx-bf16",
+}
+
+
+def plan_attend(problem: AttendProblem, threads: int, near_heads: int, dot: str = "") -> AttendPlan:
     """Cut an attention.
 
     Args:
         problem: what is asked.
         threads: that may work.
         near_heads: KV heads of a token that lie side by side in memory; 1 where the tokens of a head do.
+        dot: what multiplies bfloat16, see :mod:`pagetile.backends.cpu.isa`.
     """
     group, heads = problem.group, problem.num_kv_heads
     tile_tokens = max(1, ROW_LIMIT // group)
@@ -139,6 +147,7 @@ def plan_attend(problem: AttendProblem, threads: int, near_heads: int) -> Attend
             ("tile_tokens", f"{tile_tokens} tokens x {group} heads a KV head are at most {rows} rows"),
             ("task_heads", why_heads),
             ("splits", why_splits),
+            ("products", _PRODUCTS[dot] if problem.kind == "bfloat16" else f"float32 multiply-adds: {problem.kind}"),
         ),
     )
 
