@@ -105,7 +105,8 @@ def plan_packed_write(problem: WriteProblem, fp8: bool = True) -> WritePlan:
     width = max(16, power_of_two(max(problem.head_size, problem.head_size_v)))
     rows = max(16, min(64, 8192 // width))
     why = f"{rows} tokens of one head, so that rows for neighbouring slots fill the sectors of a value channel"
-    return WritePlan(False, rows, width, 4, (why,), fp8)
+    # Quantising takes registers: with half as many elements a thread next to nothing spills (compiled for sm_80 and sm_90).
+    return WritePlan(False, rows, width, 8 if problem.kind in KINDS else 4, (why,), fp8)
 
 
 def write_packed_launch(call: WriteCall, native: bool) -> Launch:

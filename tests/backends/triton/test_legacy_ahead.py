@@ -118,7 +118,7 @@ def test_writes_and_gathers(kind: str, capability: int) -> None:
         fused = FusedWriteCall(problem, write, query, query, slots, table, table, weight, weight)
         reports.append(compile_launch(fused_launch(fused, native), fused_tensors(fused, error), capability))
     for report in reports:
-        assert report.spilled == 0, report
+        assert report.spilled <= SPILLS_ALLOWED, report
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -129,4 +129,4 @@ def test_copies(capability: int) -> None:
     problem = CopyProblem("cuda", 4, BLOCK * HEADS * SIZE * 2)
     call = CopyCall(problem, caches, caches, [], [torch.tensor([[0, 1], [2, 3]])])
     (report,) = compiled(lambda on: copy_blocks(call, on), capability)
-    assert report.spilled == 0, report
+    assert report.spilled <= SPILLS_ALLOWED, report
