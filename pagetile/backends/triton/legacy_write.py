@@ -105,7 +105,7 @@ def plan_packed_write(problem: WriteProblem, fp8: bool = True) -> WritePlan:
     width = max(16, power_of_two(max(problem.head_size, problem.head_size_v)))
     rows = max(16, min(64, 8192 // width))
     why = f"{rows} tokens of one head, so that rows for neighbouring slots fill the sectors of a value channel"
-    # Quantising takes registers: with half as many elements a thread next to nothing spills (compiled for sm_80 and sm_90).
+    # Quantising takes registers: with half as many elements a thread next to nothing spills (sm_80 and sm_90).
     return WritePlan(False, rows, width, 8 if problem.kind in KINDS else 4, (why,), fp8)
 
 
