@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pagetile.cli.display import make_display
-from pagetile.cli.errors import UsageError, user_errors
+from pagetile.cli.errors import UsageError, refusing
 from pagetile.cli.report import closing_line, document, write_document
 
 if TYPE_CHECKING:
     from pagetile.engine import LLM, RequestOutput
 
 
+@refusing
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="One or more prompts.")] = None,
     prompts_file: Annotated[
@@ -69,56 +70,55 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")] = False,
 ) -> None:
     """Answer prompts over a paged KV cache."""
-    with user_errors():
-        texts = read_prompts(prompts or [], prompts_file)
-        from pagetile.engine import LLM, SamplingParams
+    texts = read_prompts(prompts or [], prompts_file)
+    from pagetile.engine import LLM, SamplingParams
 
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            n=n,
-            stop=stop or (),
-            ignore_eos=ignore_eos,
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        n=n,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+    )
+    blocks = parse_num_blocks(num_blocks)
+    display = make_display(texts, n, from_file=prompts_file is not None, quiet=json)
+    with display.loading(model or "SmolLM2-135M-Instruct"):
+        llm = LLM(
+            model,
+            gguf_file=gguf_file,
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            num_blocks=blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+            max_length=max_length,
+            prefix_cache=prefix_cache,
+            preemption=preemption,  # type: ignore[arg-type]  # checked by the engine
+            kv_cache_dtype=kv_cache_dtype,
+            kv_scales=kv_scales,
+            backend=backend,
         )
-        blocks = parse_num_blocks(num_blocks)
-        display = make_display(texts, n, from_file=prompts_file is not None, quiet=json)
-        with display.loading(model or "SmolLM2-135M-Instruct"):
-            llm = LLM(
-                model,
-                gguf_file=gguf_file,
-                dtype=dtype,
-                device=device,
-                block_size=block_size,
-                num_blocks=blocks,
-                max_batch_tokens=max_batch_tokens,
-                max_num_seqs=max_num_seqs,
-                max_length=max_length,
-                prefix_cache=prefix_cache,
-                preemption=preemption,  # type: ignore[arg-type]  # checked by the engine
-                kv_cache_dtype=kv_cache_dtype,
-                kv_scales=kv_scales,
-                backend=backend,
-            )
-        with llm:
-            if prefix_file is not None and prefix_file.exists():
-                llm.load_prefix_cache(prefix_file)
-            asked = [as_prompt(llm, text, chat) for text in texts]
-            outputs: list[RequestOutput | None] = [None for _ in asked]
-            with display:
-                for number, delta in llm.stream(asked, params):
-                    display.show(number, delta)
-                    if delta.output is not None:
-                        outputs[number] = delta.output
-            stats = llm.stats
-            if prefix_file is not None:
-                llm.save_prefix_cache(prefix_file)
-            if json:
-                write_document(document(llm.source, texts, outputs, stats), sys.stdout)
-            else:
-                display.close(closing_line(stats))
+    with llm:
+        if prefix_file is not None and prefix_file.exists():
+            llm.load_prefix_cache(prefix_file)
+        asked = [as_prompt(llm, text, chat) for text in texts]
+        outputs: list[RequestOutput | None] = [None for _ in asked]
+        with display:
+            for number, delta in llm.stream(asked, params):
+                display.show(number, delta)
+                if delta.output is not None:
+                    outputs[number] = delta.output
+        stats = llm.stats
+        if prefix_file is not None:
+            llm.save_prefix_cache(prefix_file)
+        if json:
+            write_document(document(llm.source, texts, outputs, stats), sys.stdout)
+        else:
+            display.close(closing_line(stats))
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
@@ -136,6 +136,9 @@ def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
     found = [line for line in found if line.strip()]
     if not found:
         raise UsageError("there is no prompt in what was given; every line is blank")
+    for number, line in enumerate(found, 1):
+        if any("\ud800" <= character <= "\udfff" for character in line):
+            raise UsageError(f"prompt {number} is not UTF-8; give it as UTF-8 text")
     return found
 
 

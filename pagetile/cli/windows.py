@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pagetile.cli.errors import user_errors
+from pagetile.cli.errors import refusing
 from pagetile.contracts.errors import ArgumentError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -31,31 +29,6 @@ def register(app: typer.Typer) -> None:
     for command in (explain, coalesce, softmax):
         app.command()(command)
     windows_run.register(app)
-
-
-def refusing(command: Callable[..., None]) -> Callable[..., None]:
-    """What a user can put right is one line on standard error, not a traceback.
-
-    A reader that has seen enough (``| head``) is no error worth a line, and a terminal that lacks a character gets
-    another in its place.
-    """
-
-    @functools.wraps(command)
-    def run(*args: Any, **options: Any) -> None:
-        if getattr(sys.stdout, "errors", None) == "strict":
-            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        left = False
-        with user_errors():
-            try:
-                command(*args, **options)
-                sys.stdout.flush()
-            except BrokenPipeError:
-                left = True
-        if left:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
-            raise typer.Exit(1)
-
-    return run
 
 
 def print_json(value: Any) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagetile.cli.windows import Json, print_json, refusing
+from pagetile.cli.errors import refusing
+from pagetile.cli.windows import Json, print_json
 from pagetile.contracts.errors import ArgumentError
 
 if TYPE_CHECKING:
