@@ -267,7 +267,7 @@ def _row(
         "bytes": sent,
         "error": f"{error:.1e}",
         "device": name,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 
