@@ -151,14 +151,14 @@ def test_a_workspace_is_used_or_refused(backend) -> None:
 
 def test_why_not_names_what_is_missing(backend) -> None:
     problem = attend_call([1], [1]).problem
-    assert backend.why_not(problem) == []
+    for kind in (problem.kind, "fp8_e4m3", "fp8_e5m2", "int8"):
+        assert backend.why_not(replace(problem, kind=kind)) == []
     for change, word in (
         ({"device": "cuda"}, "cuda"),
         ({"dtype": "float64", "kind": "float64"}, "float64"),
         ({"layout": "xpacked", "kind": "float16"}, "x-packed"),
         ({"layout": "xpacked", "kind": "fp8_e4m3", "scale": "token_head"}, "x-packed"),
-        ({"kind": "fp8_e4m3"}, "fp8_e4m3"),
-        ({"kind": "int8"}, "int8"),
+        ({"layout": "ragged", "kind": "fp8_e4m3", "scale": "token_head"}, "paged cache"),
         ({"kind": "float16"}, "float16"),
         ({"scale": "token_head"}, "token_head"),
     ):
