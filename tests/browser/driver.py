@@ -35,7 +35,7 @@ class Browser:
     def __init__(self, width: int = 1440, height: int = 1000) -> None:
         found = executable()
         assert found is not None, "no Chromium is installed"
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # the browser may still write
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
         command = [
