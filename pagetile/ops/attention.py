@@ -18,7 +18,7 @@ from pagetile.contracts.shapes import require_tensor
 from pagetile.ops.append import check_lengths_and_table
 from pagetile.ops.arguments import check_keys, check_softcap, default_scale, float_sinks, fold_window, refuse_training
 from pagetile.ops.attend_again import settle_attend
-from pagetile.ops.bind_attention import KVCACHE, KVCACHE_ROWS, AttendArgs, bind_attend, op_arguments, with_outputs  # noqa: F401 (the last is for siblings)
+from pagetile.ops.bind_attention import KVCACHE, KVCACHE_ROWS, AttendArgs, bind_attend, op_arguments
 from pagetile.ops.checks import (
     QUANTISED,
     bump_version,

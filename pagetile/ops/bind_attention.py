@@ -79,11 +79,6 @@ PREFIX = replace(
     block_table="prefix_table",
     max_k_len="the room of prefix_table",
 )
-NAMES = {names.caller: names for names in (VARLEN, KVCACHE, KVCACHE_ROWS, SUFFIX, PREFIX)}
-
-FEWEST_KEYS = 16
-MOST_SPLITS = 1024
-
 DECODE = Names(
     "paged_attention",
     q="query",
@@ -93,7 +88,10 @@ DECODE = Names(
     block_table="block_tables",
     max_k_len="max_seq_len",
 )
-NAMES[DECODE.caller] = DECODE
+NAMES = {names.caller: names for names in (VARLEN, KVCACHE, KVCACHE_ROWS, SUFFIX, PREFIX, DECODE)}
+
+FEWEST_KEYS = 16
+MOST_SPLITS = 1024
 
 
 def useful_splits(asked: int, max_k_len: int) -> int:

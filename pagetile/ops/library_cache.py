@@ -23,8 +23,7 @@ from torch.library import register_fake
 
 from pagetile.contracts.problem import Granularity
 from pagetile.contracts.shapes import Sizes
-from pagetile.ops.attention import with_outputs
-from pagetile.ops.bind_attention import bind_attend
+from pagetile.ops.bind_attention import bind_attend, with_outputs
 from pagetile.ops.blocks import run_copy, run_swap
 from pagetile.ops.checks import QUANTISED
 from pagetile.ops.fused import FusedArgs, bind_fused, run_fused
